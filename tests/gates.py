@@ -1,0 +1,153 @@
+"""What the gates share: where things are, and how a notebook is read.
+
+A gate is a function that returns its complaints as a list of sentences; an empty list is a pass.
+So the same function judges the book, and, in a test beside it, a broken example that it must complain about.
+"""
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from book_ext import split_directives
+from writer import pages
+
+ROOT = Path(__file__).resolve().parents[1]
+NBS = ROOT / "nbs"
+LIBRARY = ROOT / "psgd_lit"
+HTML = ROOT / "_build" / "html"
+PAGES = [page for page in pages() if page.exists()]
+"""The pages of the book in reading order; that none is missing is a gate of its own."""
+
+HIDDEN = {"hide", "default_exp"}
+HIDING_TAGS = {"remove-cell", "remove-input", "hide-cell", "hide-input"}
+
+
+def short(path: Path) -> str:
+    """The name of a file in messages and test ids: relative to the tree where possible."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def report(complaints: Iterable[str]) -> None:
+    """Fail with one complaint a line."""
+    lines = list(complaints)
+    assert not lines, "\n" + "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell, with its directives taken off; cells are counted from 1 in messages."""
+
+    number: int
+    kind: str
+    source: str
+    directives: dict[str, str]
+    tags: frozenset[str]
+    outputs: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        """Say where: the number and the first words."""
+        first = self.source.strip().split("\n")[0]
+        return f"cell {self.number} ({first[:50]})"
+
+    @property
+    def is_code(self) -> bool:
+        """True for a code cell."""
+        return self.kind == "code"
+
+    @property
+    def is_export(self) -> bool:
+        """True for code that goes into the library."""
+        return "export" in self.directives
+
+    @property
+    def is_visible(self) -> bool:
+        """True if the page shows the source without a click."""
+        folded = self.directives.get("echo") == "false" or self.directives.get("code-fold") == "true"
+        return not (folded or HIDDEN & self.directives.keys() or HIDING_TAGS & self.tags)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree; empty for text, and for code that isn't plain Python (a gate says so)."""
+        try:
+            return ast.parse(self.source if self.is_code else "")
+        except SyntaxError:
+            return ast.parse("")
+
+    @property
+    def has_assert(self) -> bool:
+        """True if the cell checks something."""
+        return any(isinstance(node, ast.Assert) for node in ast.walk(self.tree))
+
+    @property
+    def is_check(self) -> bool:
+        """True if the page shows that the cell checks something."""
+        return self.has_assert and self.is_visible and not self.is_export
+
+    @property
+    def is_figure(self) -> bool:
+        """True if the output holds a picture."""
+        return any(kind.startswith("image/") for output in self.outputs for kind in output.get("data", {}))
+
+    @property
+    def is_exhibit(self) -> bool:
+        """True if the cell ends by showing what `explore` returns."""
+        match self.tree.body:
+            case [*_, ast.Expr(ast.Call(ast.Name("explore")))]:
+                return True
+        return False
+
+    @property
+    def names(self) -> set[str]:
+        """All names and attributes that the code uses."""
+        nodes = list(ast.walk(self.tree))
+        attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        return attributes | {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+@dataclass(frozen=True)
+class Page:
+    """One notebook of the book."""
+
+    path: Path
+    cells: tuple[Cell, ...]
+
+    @cached_property
+    def code(self) -> list[Cell]:
+        """The code cells."""
+        return [cell for cell in self.cells if cell.is_code]
+
+    @cached_property
+    def text(self) -> list[Cell]:
+        """The markdown cells."""
+        return [cell for cell in self.cells if cell.kind == "markdown"]
+
+    @cached_property
+    def module(self) -> str | None:
+        """The module that the page exports, without `psgd_lit.`; None if it exports none."""
+        return next((cell.directives["default_exp"] for cell in self.code if "default_exp" in cell.directives), None)
+
+    def after(self, cell: Cell, count: int) -> tuple[Cell, ...]:
+        """The cells that follow a cell, at most `count`."""
+        return self.cells[cell.number : cell.number + count]
+
+
+def read_cell(number: int, cell: Any) -> Cell:
+    """Take the directives off a cell of a notebook."""
+    is_code = cell.cell_type == "code"
+    directives, source = split_directives(cell.source) if is_code else ({}, cell.source)
+    tags = frozenset(cell.metadata.get("tags", []))
+    return Cell(number, cell.cell_type, source, directives, tags, tuple(cell.get("outputs", [])))
+
+
+def as_page(path: Path, notebook: Any) -> Page:
+    """Read a notebook's cells."""
+    return Page(path, tuple(read_cell(number, cell) for number, cell in enumerate(notebook.cells, 1)))
+
+
+def read_page(path: Path) -> Page:
+    """Read a notebook from its file."""
+    return as_page(path, nbformat.read(path, as_version=4))

@@ -1,0 +1,212 @@
+"""The built pages in a real browser, without a network: formulas, exhibits, both themes, a phone's width."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gates import HTML, ROOT, read_page, report, short
+from writer import pages
+
+try:
+    from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, sync_playwright
+except ImportError:
+    pytest.skip("no browser tests: playwright is not installed; say `pip install playwright`", allow_module_level=True)
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+if CHROMIUM is None:
+    pytest.skip("no browser tests: no chromium on the PATH; say `apt-get install chromium`", allow_module_level=True)
+
+FLAGS = [
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-sync",
+    "--no-first-run",
+    *(["--no-sandbox"] if os.geteuid() == 0 else []),
+]
+PHONE = {"width": 400, "height": 800}
+DESK = {"width": 1200, "height": 900}
+PATIENCE = 15_000
+"""Milliseconds until something that doesn't happen is a failure."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One browser for all pages."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+def formula_faults(page: Page) -> Iterator[str]:
+    """Every formula is typeset, and none is an error or raw source."""
+    expected = page.locator(".math").count()
+    if expected:
+        try:
+            page.wait_for_function("window.MathJax?.startup?.promise", timeout=PATIENCE)
+            page.evaluate("MathJax.startup.promise")
+        except Exception as error:
+            yield f"MathJax doesn't start: {str(error).splitlines()[0]}"
+    boxes = page.evaluate(
+        """[...document.querySelectorAll("mjx-container")].filter(e => e.checkVisibility())
+        .map(e => [e.offsetWidth, e.offsetHeight, e.closest(".math")?.textContent.trim().slice(0, 60) ?? ""])"""
+    )
+    if page.locator("mjx-container").count() < expected:
+        yield f"{expected} formulas, and only {page.locator('mjx-container').count()} are typeset"
+    yield from (f"a formula has no size: {text!r}" for width, height, text in boxes if not (width and height))
+    for fault in page.locator("mjx-merror").all():
+        yield f"a formula is an error: {fault.get_attribute('data-mjx-error') or fault.inner_text()}"
+    text = page.locator("body").inner_text()
+    yield from (f"shows {raw!r}" for raw in ("$$", "Math input error", "\\begin{") if raw in text)
+
+
+def exhibit_faults(exhibit: Locator, where: str) -> Iterator[str]:
+    """Each slider of an exhibit has a name and, moved by the keyboard, changes the picture and the value shown."""
+    image, sliders = exhibit.locator("img"), exhibit.locator("input[type=range]")
+    if image.count() != 1 or sliders.count() == 0:
+        yield f"{where} has {image.count()} pictures and {sliders.count()} sliders"
+        return
+    for number, slider in enumerate(sliders.all(), 1):
+        if not slider.evaluate("e => e.labels.length || e.ariaLabel"):
+            yield f"{where}: slider {number} has no label"
+        slider.focus()
+        slider.press("Home")
+        before = image.get_attribute("src"), exhibit.inner_text()
+        slider.press("ArrowRight")
+        if image.get_attribute("src") == before[0]:
+            yield f"{where}: slider {number} doesn't change the picture"
+        if exhibit.inner_text() == before[1]:
+            yield f"{where}: slider {number} doesn't change the value that is shown"
+        if not image.evaluate(
+            "async e => { try { await e.decode() } catch { return false } return e.naturalWidth > 0 }"
+        ):
+            yield f"{where}: slider {number} shows a broken picture"
+
+
+def overflow_faults(page: Page) -> Iterator[str]:
+    """On a phone's width nothing sticks out, in either theme."""
+    page.set_viewport_size(PHONE)
+    for theme in ("light", "dark"):
+        page.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
+        width = page.evaluate("Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)")
+        if width > PHONE["width"]:
+            widest = page.evaluate(
+                """limit => [...document.body.querySelectorAll("*")]
+                .filter(e => e.checkVisibility() && e.getBoundingClientRect().right > limit + 1)
+                .map(e => e.outerHTML.slice(0, 90)).slice(-3)""",
+                PHONE["width"],
+            )
+            yield f"{theme} theme: the page is {width} wide on a screen of {PHONE['width']}; look at {widest}"
+    page.set_viewport_size(DESK)
+
+
+def is_font_preload(url: str) -> bool:
+    """True for the theme's icon fonts: Chromium preloads none for a page from a disk, and a script draws the icons."""
+    return url.startswith("file:") and url.endswith(".woff2") and "/fontawesome/" in url
+
+
+def watch(page: Page) -> list[str]:
+    """Collect what goes wrong while a page is open: errors on the console, in scripts, in requests."""
+    found: list[str] = []
+
+    def on_console(line: ConsoleMessage) -> None:
+        about_font = is_font_preload(line.location["url"]) or "Access to font at 'file:" in line.text
+        if line.type == "error" and not about_font:
+            found.append(f"console: {line.text}")
+
+    def on_failure(request: Request) -> None:
+        if not is_font_preload(request.url):
+            found.append(f"a request fails: {request.url[:100]}")
+
+    page.on("console", on_console)
+    page.on("pageerror", lambda error: found.append(f"a script fails: {error.message}"))
+    page.on("requestfailed", on_failure)
+    return found
+
+
+def faults(browser: Browser, path: Path, exhibits: int) -> list[str]:
+    """All that is wrong with a page that should have so many exhibits, in a browser without a network."""
+    context = browser.new_context(offline=True, viewport=DESK)
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE)
+    found = watch(page)
+    page.goto(path.as_uri(), wait_until="load")
+    found += formula_faults(page)
+    roots = page.locator(".explore")
+    if roots.count() != exhibits:
+        found.append(f"{roots.count()} exhibits on the page, and {exhibits} in the notebook")
+    for number, exhibit in enumerate(roots.all(), 1):
+        found += exhibit_faults(exhibit, f"exhibit {number}")
+    found += overflow_faults(page)
+    context.close()
+    return found
+
+
+@pytest.mark.parametrize("notebook", pages(), ids=short)
+def test_page_works(notebook: Path, browser: Browser) -> None:
+    """The page works offline: nothing is requested, formulas are typeset, sliders turn, nothing sticks out."""
+    path = HTML / notebook.relative_to(ROOT).with_suffix(".html")
+    assert path.exists(), f"{short(path)} is missing; run `make book`"
+    report(faults(browser, path, sum(cell.is_exhibit for cell in read_page(notebook).code)))
+
+
+# The gate can fail -----------------------------------------------------------------------------------------------
+
+PICTURES = [
+    f"data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' width='9' height='{size}'/>" for size in (8, 9)
+]
+GOOD = f"""<!doctype html><html><head><meta name="viewport" content="width=device-width"></head><body>
+<p>Text.</p><span class="math"><mjx-container style="display: inline-block">x</mjx-container></span>
+<script>window.MathJax = {{startup: {{promise: Promise.resolve()}}}}</script>
+<div class="explore"><label>angle <input type="range" min="0" max="1" value="0"><output>0</output></label>
+<img src="{PICTURES[0]}" alt="A square."></div>
+<script>
+const [input, output, image] = ["input", "output", "img"].map(name => document.querySelector(name));
+input.addEventListener("input", () => {{
+  output.textContent = input.value;
+  image.src = [{", ".join(f'"{picture}"' for picture in PICTURES)}][input.value];
+}});
+</script></body></html>"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("<p>Text.</p>", "<p>Text.</p>", ""),
+        (
+            "<p>Text.</p>",
+            '<script src="https://example.com/a.js"></script>',
+            "a request fails: https://example.com/a.js",
+        ),
+        ("<p>Text.</p>", '<img src="gone.png">', "a request fails: file://"),
+        ("<p>Text.</p>", "<script>gone()</script>", "a script fails: gone is not defined"),
+        ("<p>Text.</p>", "<script>console.error('no')</script>", "console: no"),
+        ("<p>Text.</p>", "<p>$$ x $$</p>", "shows '$$'"),
+        ("<p>Text.</p>", '<mjx-merror data-mjx-error="Undefined">x</mjx-merror>', "a formula is an error: Undefined"),
+        ("<p>Text.</p>", '<p style="width: 900px">Text.</p>', "wide on a screen of 400"),
+        (
+            "<p>Text.</p>",
+            "<style>[data-theme=dark] p { width: 900px }</style><p>Text.</p>",
+            "dark theme: the page is",
+        ),
+        ("inline-block", "inline-block; overflow: hidden; width: 0", "a formula has no size"),
+        ('<mjx-container style="display: inline-block">x</mjx-container>', "x", "1 formulas, and only 0 are typeset"),
+        ("output.textContent = input.value;", "", "slider 1 doesn't change the value"),
+        ("image.src = ", "", "slider 1 doesn't change the picture"),
+        (PICTURES[1], "data:image/png;base64,AAAA", "slider 1 shows a broken picture"),
+        ('type="range"', 'type="number"', "1 pictures and 0 sliders"),
+        ("<label>angle", "<label></label>angle", "slider 1 has no label"),
+        ('class="explore"', 'class="picture"', "0 exhibits on the page, and 1 in the notebook"),
+    ],
+)
+def test_browser_gate(old: str, new: str, complaint: str, browser: Browser, tmp_path: Path) -> None:
+    """A page that fails in a browser is seen, and a good one passes."""
+    assert old in GOOD
+    path = tmp_path / "page.html"
+    path.write_text(GOOD.replace(old, new))
+    found = "\n".join(faults(browser, path, exhibits=1))
+    assert complaint in found if complaint else found == ""

@@ -1,0 +1,672 @@
+"""The chapter rules that a script can see, for every page of the book.
+
+A rule takes a page and the whole book in reading order, and yields its complaints.
+`SAMPLE` below is a small chapter that keeps every rule, and `SPOILED` breaks each rule in turn.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from gates import PAGES, Cell, Page, as_page, read_page, report, short
+from nbformat import v4
+
+Rule = Callable[[Page, list[Page]], Iterator[str]]
+
+NOT_CHAPTERS = {"index", "01_notation"}
+SPINE = ["Question", "Derive", "Code", "Check", "See", "Touch", "Break", "Recap"]
+EXPERIMENT_SPINE = ["Claim", "Setup", "Run", "Verdict"]
+CELLS = range(25, 61)
+WORDS = range(800, 2001)
+FUNCTION_LINES = 30
+CLASS_LINES = {"PSGD": 120}
+DEFAULT_CLASS_LINES = 60
+ROWS = 8
+DIGITS = 4
+Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+# Text ------------------------------------------------------------------------------------------------------------
+
+FENCE = re.compile(r"^(```|~~~|:::).*?^\1[`:]*\s*$", re.MULTILINE | re.DOTALL)
+CODE_SPAN = re.compile(r"(\{[\w:-]+\})?`[^`]+`")
+DISPLAY = re.compile(r"\$\$.*?\$\$(\s*\(eq-[\w-]+\))?", re.DOTALL)
+MATHS = re.compile(r"\$[^$]+\$")
+LIST_MARK = re.compile(r"^\s*([-*+]|\d+\.|\(\d+\))\s+", re.MULTILINE)
+TARGET = re.compile(r"^\(.+\)=$", re.MULTILINE)
+ABBREVIATION = re.compile(r"\b(e\.g|i\.e|cf|vs|resp|al|Eq|Eqs|Fig|Figs|Sec|Dr|Prof|[A-Z])\.(?= )")
+NEW_SENTENCE = re.compile(r"[.!?][\"')\]*_]*\s+[\"'(\[*_]*[A-Z]")
+
+
+def prose(text: str, stand_in: str) -> str:
+    """Return markdown without code blocks, and with `stand_in` for each piece of code, role or formula."""
+    text = LIST_MARK.sub("", TARGET.sub("", FENCE.sub("", text)))
+    text = DISPLAY.sub("", CODE_SPAN.sub(stand_in, text))
+    return MATHS.sub(stand_in, text)
+
+
+def words(page: Page) -> int:
+    """Count the words of the markdown cells, without code and formulas."""
+    return sum(len(re.findall(r"[A-Za-z][\w'-]*", prose(cell.source, ""))) for cell in page.text)
+
+
+def headings(cell: Cell) -> list[str]:
+    """The `##` headings of a markdown cell."""
+    return [] if cell.is_code else re.findall(r"^## +(.+?) *$", FENCE.sub("", cell.source), re.MULTILINE)
+
+
+def section(page: Page, heading: str) -> list[Cell]:
+    """The cells from a `##` heading up to the next."""
+    inside, cells = False, []
+    for cell in page.cells:
+        found = headings(cell)
+        inside = heading in found if found else inside
+        if inside:
+            cells.append(cell)
+    return cells
+
+
+def size(page: Page, book: list[Page]) -> Iterator[str]:
+    """A chapter has 25 to 60 cells and 800 to 2000 words."""
+    if len(page.cells) not in CELLS:
+        yield f"{len(page.cells)} cells, but a chapter has {CELLS[0]} to {CELLS[-1]}"
+    if words(page) not in WORDS:
+        yield f"{words(page)} words, but a chapter has {WORDS[0]} to {WORDS[-1]}"
+
+
+def opening(page: Page, book: list[Page]) -> Iterator[str]:
+    """The first cell has the form that every chapter shares, one line each."""
+    form = [
+        (r"\(chap-[\w-]+\)=", "the label, `(chap-name)=`"),
+        (r"# \S.*", "the title, `# Name`"),
+        (r"[A-Z].*\.", "one sentence that states the claim"),
+        (r"You need .*\.", "`You need ...`"),
+        (r"You get `psgd_lit\.[\w.]+`.*\.", "`You get `psgd_lit.name`.`"),
+        (r"Paper: .*\.", "`Paper: section ...`"),
+    ]
+    lines = [line for line in page.cells[0].source.splitlines() if line.strip()]
+    if len(lines) != len(form):
+        yield f"the first cell has {len(lines)} lines of text, but its form has {len(form)}"
+    for (pattern, meaning), line in zip(form, lines, strict=False):
+        if not re.fullmatch(pattern, line):
+            yield f"the first cell should have {meaning} where it has {line!r}"
+
+
+def module(page: Page, book: list[Page]) -> Iterator[str]:
+    """The second cell names the module alone, and it is the one that the first cell promises."""
+    second = page.cells[1]
+    if "default_exp" not in second.directives or second.source:
+        yield "the second cell should be `#| default_exp name` alone"
+    promised = re.search(r"You get `psgd_lit\.([\w.]+)`", page.cells[0].source)
+    if promised and promised[1] != page.module:
+        yield f"the first cell promises psgd_lit.{promised[1]}, but the notebook exports {page.module}"
+
+
+def spine(page: Page, book: list[Page]) -> Iterator[str]:
+    """The `##` headings are the spine, each once and in order."""
+    expected = EXPERIMENT_SPINE if (page.module or "").startswith("experiments") else SPINE
+    found = [heading for cell in page.cells for heading in headings(cell)]
+    if found != expected:
+        yield f"the ## headings are {', '.join(found)}; they should be {', '.join(expected)}"
+
+
+def sections(page: Page, book: list[Page]) -> Iterator[str]:
+    """Touch and Break assert something, Touch has the exhibit, and Recap has its parts."""
+    if not any(cell.is_figure for cell in page.code):
+        yield "no figure"
+    if (page.module or "").startswith("experiments"):
+        return
+    if not any(cell.is_exhibit for cell in section(page, "Touch")):
+        yield "Touch has no cell that calls explore"
+    for heading in ("Touch", "Break"):
+        if not any(cell.has_assert for cell in section(page, heading)):
+            yield f"{heading} asserts nothing"
+    recap = "\n".join(cell.source for cell in section(page, "Recap") if not cell.is_code)
+    if len(re.findall(r"^[-*] ", recap, re.MULTILINE)) < 3:
+        yield "Recap has fewer than three bullets"
+    if not re.search("exercise", recap, re.IGNORECASE):
+        yield "Recap has no exercises"
+    if not re.search(r"^Next: \{ref\}`chap-[\w-]+`", recap, re.MULTILINE):
+        yield "Recap doesn't end with `Next: {ref}`chap-name`.`"
+
+
+def sentences(page: Page, book: list[Page]) -> Iterator[str]:
+    """Each sentence of the text has a line of its own."""
+    for cell in page.text:
+        for line in prose(cell.source, "Mx").splitlines():
+            if not line.lstrip().startswith("|") and (match := NEW_SENTENCE.search(ABBREVIATION.sub(r"\1", line))):
+                yield f"{cell}: two sentences on one line, at {match[0]!r} in {line.strip()[:100]!r}"
+
+
+# Code ------------------------------------------------------------------------------------------------------------
+
+
+def definitions(cell: Cell) -> list[ast.stmt]:
+    """The functions and classes that an export cell defines."""
+    return [node for node in cell.tree.body if cell.is_export and isinstance(node, Definition)]
+
+
+def is_alias(value: ast.expr | None) -> bool:
+    """True for the right-hand side of a type alias, such as `tuple[Tensor, ...]` or `int | None`."""
+    return isinstance(value, ast.Subscript) or (isinstance(value, ast.BinOp) and isinstance(value.op, ast.BitOr))
+
+
+def public_names(cell: Cell) -> list[str]:
+    """The names that an export cell adds to the library: functions, classes and constants, but not type aliases."""
+    names = [node.name for node in definitions(cell)]
+    for node in cell.tree.body if cell.is_export else []:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and not is_alias(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in dict.fromkeys(names) if not name.startswith("_")]
+
+
+def code_lines(cell: Cell, node: ast.AST) -> int:
+    """Count the lines of a definition that hold code: not its docstrings, comments and blank lines."""
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(cell.source).readline):
+        if token.type not in silent:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for inner in ast.walk(node):
+        if isinstance(inner, Definition) and ast.get_docstring(inner):
+            lines -= set(range(inner.body[0].lineno, inner.body[0].end_lineno + 1))
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return len(lines & set(range(first, node.end_lineno + 1)))
+
+
+def beats(page: Page, book: list[Page]) -> Iterator[str]:
+    """An export cell defines one function or class, and text or a check stands before the next."""
+    for cell in page.code:
+        names = {node.name for node in definitions(cell)}
+        if len(names) > 1:
+            yield f"{cell}: {len(names)} definitions in one export cell ({', '.join(sorted(names))})"
+        if names and any(definitions(following) for following in page.after(cell, 1)):
+            yield f"{cell}: the next cell exports too, with no text or check between"
+
+
+def lengths(page: Page, book: list[Page]) -> Iterator[str]:
+    """Exported functions have at most 30 lines of code, and classes 60."""
+    for cell in page.code:
+        for node in [inner for top in definitions(cell) for inner in ast.walk(top) if isinstance(inner, Definition)]:
+            is_class = isinstance(node, ast.ClassDef)
+            limit = CLASS_LINES.get(node.name, DEFAULT_CLASS_LINES) if is_class else FUNCTION_LINES
+            if code_lines(cell, node) > limit:
+                yield f"{cell}: {node.name} has {code_lines(cell, node)} lines of code, and {limit} are the limit"
+
+
+def checked(page: Page, book: list[Page]) -> Iterator[str]:
+    """Each public name is used in a visible cell with an assert, at most three cells below."""
+    for cell in page.code:
+        checks = [other for other in page.after(cell, 3) if other.is_check]
+        for name in public_names(cell):
+            if not any(name in check.names for check in checks):
+                yield f"{cell}: no visible check of {name} in the next three cells (if it is private, call it _{name})"
+
+
+def imports(page: Page, book: list[Page]) -> Iterator[str]:
+    """From the library, chapters import names, and only from the modules of earlier chapters."""
+    earlier = {f"psgd_lit.{other.module}" for other in book[: book.index(page)] if other.module}
+    for cell in page.code:
+        for node in ast.walk(cell.tree):
+            if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "psgd_lit" for alias in node.names):
+                yield f"{cell}: write `from psgd_lit.x import name`, not `{ast.unparse(node)}`"
+            source = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if source.split(".")[0] == "psgd_lit" and source not in earlier:
+                yield f"{cell}: `{ast.unparse(node)}`, but no earlier chapter exports {source}"
+
+
+FORBIDDEN = {
+    "IPython.get_ipython": "is a magic",
+    "datetime": "changes from run to run",
+    "get_ipython": "is a magic",
+    "numpy.random": "is not an explicit torch.Generator",
+    "random": "is not an explicit torch.Generator",
+    "requests": "needs a network",
+    "socket": "needs a network",
+    "time": "changes from run to run",
+    "timeit": "changes from run to run",
+    "torch.cuda.manual_seed": "sets hidden state; use a torch.Generator",
+    "torch.hub": "needs a network",
+    "torch.manual_seed": "sets hidden state; use a torch.Generator",
+    "torch.random.manual_seed": "sets hidden state; use a torch.Generator",
+    "torch.random.seed": "sets hidden state; use a torch.Generator",
+    "torch.seed": "sets hidden state; use a torch.Generator",
+    "urllib": "needs a network",
+    "warnings.catch_warnings": "hides warnings",
+    "warnings.filterwarnings": "hides warnings",
+    "warnings.simplefilter": "hides warnings",
+}
+RANDOM = {
+    "torch.bernoulli",
+    "torch.multinomial",
+    "torch.normal",
+    "torch.poisson",
+    "torch.rand",
+    "torch.rand_like",
+    "torch.randint",
+    "torch.randint_like",
+    "torch.randn",
+    "torch.randn_like",
+    "torch.randperm",
+}
+RANDOM_IN_PLACE = re.compile(
+    "(bernoulli|cauchy|exponential|geometric|(kaiming_|xavier_)?(normal|uniform)|log_normal|orthogonal|random|trunc_normal)_"
+)
+
+
+def aliases(page: Page) -> dict[str, str]:
+    """Map each name that the page imports to its full name."""
+    full: dict[str, str] = {}
+    for node in (node for cell in page.code for node in ast.walk(cell.tree)):
+        if isinstance(node, ast.Import):
+            full |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            full |= {root: root for alias in node.names if not alias.asname for root in [alias.name.split(".")[0]]}
+        if isinstance(node, ast.ImportFrom):
+            full |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return full
+
+
+def full_name(node: ast.AST, imported: dict[str, str]) -> str:
+    """The dotted name of `a.b.c`, with `a` spelled out as it was imported; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return imported.get(node.id, node.id if node.id == "get_ipython" else "")
+    inner = full_name(node.value, imported) if isinstance(node, ast.Attribute) else ""
+    return f"{inner}.{node.attr}" if inner else ""
+
+
+def plain(page: Page, book: list[Page]) -> Iterator[str]:
+    """Code is plain Python: no magics, no star imports, nothing hidden, timed or fetched."""
+    imported = aliases(page)
+    for cell in page.code:
+        try:
+            ast.parse(cell.source)
+        except SyntaxError as error:
+            yield f"{cell}: not plain Python (a magic or a shell line?) at {(error.text or '').strip()!r}"
+        for node in ast.walk(cell.tree):
+            if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+                yield f"{cell}: `{ast.unparse(node)}`; import names"
+        used = {full_name(node, imported) for node in ast.walk(cell.tree)}
+        for name, fault in FORBIDDEN.items():
+            if any(other == name or other.startswith(f"{name}.") for other in used):
+                yield f"{cell}: {name} {fault}"
+
+
+def randomness(page: Page, book: list[Page]) -> Iterator[str]:
+    """Every random draw names its generator."""
+    imported = aliases(page)
+    for cell in page.code:
+        for node in ast.walk(cell.tree):
+            if isinstance(node, ast.Call) and not any(keyword.arg == "generator" for keyword in node.keywords):
+                method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                if full_name(node.func, imported) in RANDOM or RANDOM_IN_PLACE.fullmatch(method):
+                    yield f"{cell}: `{ast.unparse(node)[:80]}` draws without generator="
+
+
+def equations(page: Page, book: list[Page]) -> Iterator[str]:
+    """Equation labels are unique, those that text or code names exist, and each is named somewhere."""
+    in_text = re.compile(r"\{eq\}`(?:[^`<]*<)?(eq-[\w-]+)>?`")
+    in_code = re.compile(r"\beq-\w+(?:-\w+)*")
+    defining = re.compile(r"\$\$\s*\((eq-[\w-]+)\)")
+
+    def found(pattern: re.Pattern[str], cells: list[Cell]) -> list[str]:
+        return [label for cell in cells for label in pattern.findall(cell.source)]
+
+    defined = Counter(label for other in book for label in found(defining, other.text))
+    named = {label for other in book for label in found(in_text, other.text) + found(in_code, other.code)}
+    for label in dict.fromkeys(found(defining, page.text)):
+        if defined[label] > 1:
+            yield f"({label}) labels {defined[label]} equations of the book"
+        if label not in named:
+            yield f"({label}) is named by no {{eq}}`{label}` and no comment in code"
+    for label in dict.fromkeys(found(in_text, page.text) + found(in_code, page.code)):
+        if label not in defined:
+            yield f"{label} is named, but no equation has this label"
+
+
+# Figures, exhibits and what is printed ---------------------------------------------------------------------------
+
+
+def is_show(call: ast.expr) -> bool:
+    """True for `plt.show()`."""
+    return ast.unparse(call) == "plt.show()"
+
+
+def figures(page: Page, book: list[Page]) -> Iterator[str]:
+    """A figure is one call and `plt.show()`, with a caption and an alternative; what it shows is asserted next."""
+    labels = Counter(cell.directives["label"] for other in book for cell in other.code if "label" in cell.directives)
+    drawers = set(aliases(page))
+    for cell in page.code:
+        if cell.directives.get("code-fold") == "true" or cell.is_export:
+            drawers |= {node.name for node in cell.tree.body if isinstance(node, Definition)}
+        if "fig-cap" in cell.directives and not cell.is_figure:
+            yield f"{cell}: has a caption, but its output holds no picture"
+        if not cell.is_figure:
+            continue
+        match cell.tree.body:
+            case [ast.Expr(ast.Call(func)) | ast.Assign(value=ast.Call(func)), ast.Expr(show)] if is_show(show):
+                if isinstance(func, ast.Name) and func.id not in drawers:
+                    yield f"{cell}: {func.id} should be defined above, in a cell of its own with `#| code-fold: true`"
+            case _:
+                yield f"{cell}: a figure cell is one call of a draw function and plt.show()"
+        label, caption, alternative = (cell.directives.get(key, "") for key in ("label", "fig-cap", "fig-alt"))
+        if not label.startswith("fig-") or labels[label] > 1:
+            yield f"{cell}: needs a label of its own, `#| label: fig-name`, and has {label!r}"
+        if len(caption.split()) < 5 or not caption.endswith("."):
+            yield f"{cell}: needs a caption that says what to see, `#| fig-cap`, and has {caption!r}"
+        if len(alternative.split()) < 8 or alternative == caption:
+            yield f"{cell}: needs an alternative that describes the picture, `#| fig-alt`, and has {alternative!r}"
+        following = [other for other in page.after(cell, len(page.cells)) if other.is_code]
+        if not (following and following[0].has_assert):
+            yield f"{cell}: the next code cell should assert what the figure shows"
+
+
+def exhibits(page: Page, book: list[Page]) -> Iterator[str]:
+    """The cell of an exhibit is the call of `explore` alone."""
+    for cell in page.code:
+        if cell.is_exhibit and len(cell.tree.body) > 1:
+            yield f"{cell}: a cell that shows an exhibit is that call alone"
+
+
+def digits(number: str) -> int:
+    """Count the significant digits of a decimal number."""
+    return len(re.sub(r"e.*", "", number, flags=re.IGNORECASE).replace(".", "").lstrip("0"))
+
+
+def shown_text(output: Any) -> str:
+    """What an output shows as text: nothing, where a front end prefers a picture or html."""
+    data = output.get("data", {})
+    if any(kind.startswith("image/") or kind == "text/html" for kind in data):
+        return ""
+    return str(output.get("text") or data.get("text/markdown") or data.get("text/plain", ""))
+
+
+def printed(page: Page, book: list[Page]) -> Iterator[str]:
+    """An output has at most eight rows below its heading, and numbers are rounded."""
+    for cell in page.code:
+        for text in map(shown_text, cell.outputs):
+            rows = [line for line in text.splitlines() if re.search(r"\w", line)]
+            if rows and not re.search(r"\d", rows[0]):
+                rows = rows[1:] or rows
+            if len(rows) > ROWS:
+                yield f"{cell}: prints {len(rows)} rows, and {ROWS} are the limit"
+            long = [number for number in re.findall(r"\d*\.\d+(?:e[+-]?\d+)?", text) if digits(number) > DIGITS]
+            if long:
+                yield f"{cell}: prints {', '.join(long[:3])}; round to 3 significant digits"
+
+
+# The gates -------------------------------------------------------------------------------------------------------
+
+CHAPTER_RULES: list[Rule] = [size, opening, module, spine, sections, beats, lengths, checked, imports]
+PAGE_RULES: list[Rule] = [sentences, plain, randomness, equations, figures, exhibits, printed]
+
+
+@pytest.fixture(scope="module")
+def book() -> list[Page]:
+    """All pages, in reading order."""
+    return [read_page(path) for path in PAGES]
+
+
+@pytest.mark.parametrize("rule", CHAPTER_RULES + PAGE_RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("path", PAGES, ids=short)
+def test_rule(path: Path, rule: Rule, book: list[Page]) -> None:
+    """The page keeps the rule."""
+    if rule in CHAPTER_RULES and path.stem in NOT_CHAPTERS:
+        pytest.skip(f"{path.stem} is not a chapter")
+    report(rule(book[PAGES.index(path)], book))
+
+
+# The rules themselves can fail -----------------------------------------------------------------------------------
+
+TALK = "\n".join(["Half of a half is a quarter, as everybody says."] * 12)
+SAMPLE = r"""
+%% markdown
+(chap-halving)=
+# Halving
+
+Half of a half is a quarter.
+
+You need {ref}`chap-drawing`.
+You get `psgd_lit.halving`.
+Paper: section II, equation (1).
+%% code
+#| default_exp halving
+%% code
+#| export
+import torch
+from torch import Tensor
+%% code
+import matplotlib.pyplot as plt
+
+from psgd_lit.viz import explore
+%% markdown
+## Question
+TALK
+%% markdown
+## Derive
+TALK
+$$ h = x / 2 $$ (eq-half)
+%% markdown
+Halving twice, with {eq}`eq-half`, gives a quarter.
+TALK
+%% code
+assert torch.tensor(1.0) / 2 / 2 == 0.25
+%% markdown
+## Code
+TALK
+%% code
+#| export
+def half(x: Tensor) -> Tensor:
+    '''Return half of a tensor of any shape.'''
+    return x / 2  # eq-half
+%% markdown
+Halving is also subtracting a half.
+%% code
+assert half(torch.tensor(3.0)) == 3 - 1.5
+%% code
+#| export
+Pair = tuple[Tensor, Tensor]
+
+
+class Halver:
+    '''Halves what it is given.'''
+
+    def both(self, pair: Pair) -> Pair:
+        '''Return both halves.'''
+        return half(pair[0]), half(pair[1])
+%% code
+one = torch.tensor(1.0)
+assert Halver().both((one, one)) == (one / 2, one / 2)
+%% markdown
+## Check
+TALK
+%% code
+x = torch.randn(3, generator=torch.Generator().manual_seed(0))
+assert torch.equal(2 * half(x), x)
+round(0.25, 3)
+%% output
+0.25
+%% markdown
+## See
+TALK
+%% code
+#| code-fold: true
+def draw_halves(values):
+    plt.plot(values)
+%% code
+#| label: fig-halves
+#| fig-cap: "Each value is half of the last."
+#| fig-alt: "A curve that falls by half at each of its four points."
+draw_halves([1, 0.5, 0.25])
+plt.show()
+%% picture
+%% markdown
+The curve falls.
+%% code
+assert 0.25 < 0.5 < 1
+%% markdown
+## Touch
+TALK
+%% code
+explore(draw_halves, values=[1, 2])
+%% code
+assert half(x).shape == x.shape
+%% markdown
+## Break
+TALK
+%% code
+assert half(torch.tensor(1)).dtype != torch.int64
+%% markdown
+## Recap
+- Halves are small.
+- Quarters are smaller.
+- Nothing is left.
+
+A production package would shift bits.
+
+Exercises.
+(1) Halve a third.
+(2) Halve nothing.
+
+Next: {ref}`chap-thirds`.
+"""
+LONG = "\n".join(["    x = x / 2"] * 30)
+
+SPOILED: list[tuple[Rule, str, str, str]] = [
+    (size, "%% markdown\n", "", "cells, but a chapter has 25 to 60"),
+    (size, "TALK", "", "words, but a chapter has 800"),
+    (opening, "(chap-halving)=\n", "", "5 lines"),
+    (opening, "# Halving", "## Halving", "the title"),
+    (opening, "Half of a half is a quarter.\n\nYou", "Half of a half\n\nYou", "states the claim"),
+    (opening, "You need", "You want", "You need"),
+    (opening, "Paper: ", "From the paper: ", "Paper: section"),
+    (module, "You get `psgd_lit.halving`", "You get `psgd_lit.thirds`", "promises psgd_lit.thirds"),
+    (module, "#| default_exp halving", "#| default_exp halving\nx = 1", "alone"),
+    (spine, "## Check", "### Check", "headings are"),
+    (spine, "## Check", "## See", "headings are"),
+    (sections, "%% picture", "", "no figure"),
+    (sections, "explore(draw", "show(draw", "Touch has no cell that calls explore"),
+    (sections, "assert half(torch.tensor(1)).dtype != torch.int64", "half(torch.tensor(1))", "Break asserts nothing"),
+    (sections, "assert half(x).shape == x.shape", "half(x)", "Touch asserts nothing"),
+    (sections, "- Nothing is left.\n", "", "three bullets"),
+    (sections, "Exercises.", "Then:", "no exercises"),
+    (sections, "Next: {ref}`chap-thirds`.", "", "Next:"),
+    (sentences, "The curve falls.", "The curve falls. It is steep.", "two sentences"),
+    (sentences, "The curve falls.", "It is $x$. It is steep.", "two sentences"),
+    (sentences, "The curve falls.", 'It falls (a "half"). $x$ is steep.', "two sentences"),
+    (beats, "class Halver", "def third(x: Tensor) -> Tensor:\n    return x / 3\n\n\nclass Halver", "2 definitions"),
+    (beats, "%% markdown\nHalving is also subtracting a half.\n%% code\nassert", "%% code\n#| export\ndef f():", "too"),
+    (lengths, "    return x / 2  # eq-half", LONG, "31 lines of code"),
+    (
+        lengths,
+        "        return half(pair[0])",
+        LONG.replace("    x", "        x") + "\n        return half(pair[0])",
+        "32",
+    ),
+    (lengths, "    def both", "".join(f"    x{i} = {i}\n" for i in range(60)) + "    def both", "63 lines of code"),
+    (checked, "assert half(torch.tensor(3.0))", "half(torch.tensor(3.0))", "no visible check of half"),
+    (checked, "%% code\nassert half(torch", "%% code\n#| hide\nassert half(torch", "no visible check of half"),
+    (checked, "#| export\nPair", "#| export\nSCALE = 2\nPair", "no visible check of SCALE"),
+    (imports, "psgd_lit.viz import", "psgd_lit.thirds import", "no earlier chapter exports psgd_lit.thirds"),
+    (imports, "psgd_lit.viz import", "psgd_lit.halving import", "no earlier chapter exports psgd_lit.halving"),
+    (imports, "from psgd_lit.viz import explore", "import psgd_lit.viz", "import name`"),
+    (plain, "round(0.25, 3)", "!pip install halving", "not plain Python"),
+    (plain, "round(0.25, 3)", "%time half(x)", "not plain Python"),
+    (plain, "round(0.25, 3)", "get_ipython().system('ls')", "is a magic"),
+    (plain, "from torch import Tensor", "from torch import *", "import names"),
+    (plain, "round(0.25, 3)", "torch.manual_seed(0)", "use a torch.Generator"),
+    (plain, "round(0.25, 3)", "import numpy as np\nnp.random.rand(3)", "explicit torch.Generator"),
+    (plain, "round(0.25, 3)", "from warnings import simplefilter\nsimplefilter('ignore')", "hides warnings"),
+    (plain, "round(0.25, 3)", "from time import perf_counter\nperf_counter()", "changes from run to run"),
+    (plain, "round(0.25, 3)", "import urllib.request\nurllib.request.urlopen('https://x')", "needs a network"),
+    (randomness, "torch.randn(3, generator=torch.Generator().manual_seed(0))", "torch.randn(3)", "without generator"),
+    (randomness, "round(0.25, 3)", "from torch import randn as draw\ndraw(3)", "without generator"),
+    (randomness, "round(0.25, 3)", "x.normal_()", "without generator"),
+    (equations, "x / 2  # eq-half", "x / 2  # eq-third", "eq-third is named, but"),
+    (equations, "{eq}`eq-half`", "{eq}`eq-quarter`", "eq-quarter is named, but"),
+    (equations, "$$ (eq-half)", "$$ (eq-half)\n\n$$ h = 1 $$ (eq-half)", "labels 2 equations"),
+    (equations, "$$ (eq-half)", "$$ (eq-half)\n\n$$ h = 1 $$ (eq-other)", "(eq-other) is named by no"),
+    (figures, "draw_halves([1, 0.5, 0.25])\n", "values = [1]\ndraw_halves(values)\n", "one call of a draw function"),
+    (figures, "\nplt.show()", "", "plt.show()"),
+    (figures, "#| code-fold: true\n", "", "with `#| code-fold: true`"),
+    (figures, "#| label: fig-halves\n", "", "label of its own"),
+    (figures, "Each value is half of the last.", "Halves.", "needs a caption"),
+    (figures, '#| fig-alt: "A curve that falls by half at each of its four points."\n', "", "needs an alternative"),
+    (figures, "assert 0.25 < 0.5 < 1", "x", "should assert what the figure shows"),
+    (figures, "%% picture", "", "holds no picture"),
+    (exhibits, "explore(draw_halves", "values = [1]\nexplore(draw_halves", "that call alone"),
+    (printed, "%% output\n0.25", "%% output\n" + "1\n" * 9, "9 rows"),
+    (printed, "%% output\n0.25", "%% output\nheading\n" + "1\n" * 9, "9 rows"),
+    (printed, "%% output\n0.25", "%% output\ntensor([0.33333])", "0.33333"),
+]
+
+
+def parse(text: str) -> Page:
+    """Make a page from the notation of `SAMPLE`."""
+    cells = []
+    for block in text.replace("TALK", TALK).split("%% ")[1:]:
+        kind, _, source = block.partition("\n")
+        source = source.strip("\n")
+        match kind:
+            case "markdown":
+                cells.append(v4.new_markdown_cell(source))
+            case "code":
+                cells.append(v4.new_code_cell(source))
+            case "output":
+                cells[-1].outputs.append(v4.new_output("execute_result", {"text/plain": source}))
+            case "picture":
+                cells[-1].outputs.append(v4.new_output("display_data", {"image/png": "", "text/plain": "<Figure>"}))
+    return as_page(Path("sample.ipynb"), v4.new_notebook(cells=cells))
+
+
+def judge(rule: Rule, text: str) -> list[str]:
+    """Apply a rule to a page that comes after another one, which exports `viz`."""
+    earlier = v4.new_notebook(cells=[v4.new_code_cell("#| default_exp viz")])
+    page = parse(text)
+    return list(rule(page, [as_page(Path("earlier.ipynb"), earlier), page]))
+
+
+@pytest.mark.parametrize("rule", CHAPTER_RULES + PAGE_RULES, ids=lambda rule: rule.__name__)
+def test_sample_keeps_rule(rule: Rule) -> None:
+    """No rule complains about a good chapter, and each has a way to be broken below."""
+    assert judge(rule, SAMPLE) == []
+    assert rule in {spoiled for spoiled, *_ in SPOILED}
+
+
+@pytest.mark.parametrize(("rule", "old", "new", "complaint"), SPOILED)
+def test_spoiled_sample(rule: Rule, old: str, new: str, complaint: str) -> None:
+    """The rule complains, in words that help, when the good chapter is spoiled."""
+    assert old in SAMPLE
+    assert complaint in "\n".join(judge(rule, SAMPLE.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("line", "is_one"),
+    [
+        ("The step is small, e.g. Newton's, and X. Li says so.", True),
+        ("| One. Two. | Three. Four. |", True),
+        ("Run `a. B` and $x. Y$ first.", True),
+        ("1. The first.\n2. The second.", True),
+        ("1. The first. The second.", False),
+        ("It works! **Then** it fails.", False),
+    ],
+)
+def test_sentence_heuristic(line: str, is_one: bool) -> None:
+    """Abbreviations, tables, code and formulas don't end a sentence."""
+    notebook = v4.new_notebook(cells=[v4.new_markdown_cell(line)])
+    assert is_one == (not list(sentences(as_page(Path("page.ipynb"), notebook), [])))
+
+
+def test_pages_are_read_as_written(tmp_path: Path) -> None:
+    """A page read from its file has its directives taken off."""
+    path = tmp_path / "page.ipynb"
+    nbformat.write(v4.new_notebook(cells=[v4.new_code_cell("#| export\n#| echo: false\nx = 1")]), path)
+    (cell,) = read_page(path).cells
+    assert (cell.source, cell.is_export, cell.is_visible) == ("x = 1", True, False)

@@ -1,0 +1,326 @@
+"""The library: exported from the notebooks and nothing else, importable in pieces, and built in floors."""
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gates import LIBRARY, NBS, ROOT, report
+
+FLOORS = {
+    "": 3,
+    "affine": 1,
+    "buckets": 1,
+    "choose": 1,
+    "criterion": None,
+    "damping": 0,
+    "experiments": 3,
+    "groups": 0,
+    "groups.diagonal": 0,
+    "groups.direct_sum": 0,
+    "groups.kron": 0,
+    "groups.normalization": 0,
+    "groups.protocol": 0,
+    "groups.sparse_lu": 0,
+    "groups.triangular": 0,
+    "hvp": 0,
+    "optim": 2,
+    "problems": None,
+    "viz": None,
+}
+"""The floor of each module, without `psgd_lit.`; theory and drawing (None) import none and are imported by none."""
+
+SAME_FLOOR = {"groups.protocol"}
+"""What the other modules of its package import although it is on their floor."""
+
+THIRD_PARTY = {"viz": {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy"}}
+"""What a module imports beside the standard library and torch."""
+
+HANDWRITTEN = {"__init__.py", "py.typed"}
+
+
+def module_name(path: Path, package: Path) -> str:
+    """The dotted name of a file inside a package; empty for the package itself."""
+    parts = path.relative_to(package).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """The modules of a package by name; nbdev's index is none."""
+    paths = [path for path in sorted(package.rglob("*.py")) if path.name != "_modidx.py"]
+    return {module_name(path, package): path for path in paths}
+
+
+# Exported --------------------------------------------------------------------------------------------------------
+
+
+def export(root: Path) -> Path:
+    """Run nbdev's export in a tree and return the library that it writes."""
+    nbdev = Path(sys.executable).with_name("nbdev_export")
+    done = subprocess.run([nbdev], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"nbdev_export failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return root / "psgd_lit"
+
+
+def files(package: Path) -> dict[Path, bytes]:
+    """The files of a package and what they hold."""
+    paths = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {path.relative_to(package): path.read_bytes() for path in sorted(paths)}
+
+
+def differences(exported: Path, committed: Path) -> Iterator[str]:
+    """The library holds what the notebooks export, byte for byte, and only `__init__.py` is written by hand."""
+    new, old = files(exported), files(committed)
+    for path in sorted(new.keys() | old.keys()):
+        if path not in new:
+            if path.name != "py.typed":
+                yield f"psgd_lit/{path} is stale: no notebook exports it"
+        elif path not in old:
+            yield f"psgd_lit/{path} is missing; say `make export`"
+        elif path.name not in HANDWRITTEN and new[path] != old[path]:
+            yield f"psgd_lit/{path} is not what the notebooks export; say `make export`"
+
+
+def copy_of_book(folder: Path) -> Path:
+    """Copy what the export reads: the settings and the notebooks."""
+    shutil.copy(ROOT / "settings.ini", folder)
+    shutil.copytree(NBS, folder / "nbs", ignore=shutil.ignore_patterns(".*", "_*", "results"))
+    return folder
+
+
+def test_library_is_exported(tmp_path: Path) -> None:
+    """Exporting the notebooks again gives the library that is committed."""
+    report(differences(export(copy_of_book(tmp_path)), LIBRARY))
+
+
+def test_export_gate_fails(tmp_path: Path) -> None:
+    """A module that was edited, left over or forgotten is seen."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    for folder, texts in ((new, {"a": "1", "b": "2"}), (old, {"a": "1 ", "c": "3"})):
+        folder.mkdir()
+        for name, text in texts.items():
+            (folder / f"{name}.py").write_text(text)
+        (folder / "__init__.py").write_text(f"# {folder}")
+    assert [complaint.split("; ")[0] for complaint in differences(new, old)] == [
+        "psgd_lit/a.py is not what the notebooks export",
+        "psgd_lit/b.py is missing",
+        "psgd_lit/c.py is stale: no notebook exports it",
+    ]
+
+
+def version_differs(package: Path, settings: Path) -> Iterator[str]:
+    """The package and the settings name one version."""
+    text = (package / "__init__.py").read_text()
+    version = next(
+        line.split("=")[1].strip() for line in settings.read_text().splitlines() if line.startswith("version")
+    )
+    if f'__version__ = "{version}"\n' not in text:
+        yield f'psgd_lit/__init__.py should say __version__ = "{version}", as settings.ini does'
+
+
+def test_version() -> None:
+    """The package and the settings name one version, and the package says that it is typed."""
+    report(version_differs(LIBRARY, ROOT / "settings.ini"))
+    assert (LIBRARY / "py.typed").exists()
+
+
+def test_version_gate_fails(tmp_path: Path) -> None:
+    """Another version is seen."""
+    (tmp_path / "__init__.py").write_text('__version__ = "0.0.9"\n')
+    assert list(version_differs(tmp_path, ROOT / "settings.ini"))
+
+
+# Importable ------------------------------------------------------------------------------------------------------
+
+IMPORT_EACH = """
+import importlib, json, os, sys, traceback, torch
+sys.dont_write_bytecode = True
+root, package, *modules = sys.argv[1:]
+sys.path.insert(0, root)
+for module in modules:
+    if os.fork() == 0:
+        try:
+            importlib.import_module(f"{package}.{module}".strip("."))
+        except BaseException:
+            print(json.dumps([module, traceback.format_exc(limit=-1)]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+"""Torch is imported once; each module is then imported in a process of its own that has seen no other module."""
+
+
+def import_failures(package: Path) -> Iterator[str]:
+    """Every module imports alone."""
+    names = list(modules(package))
+    command = [sys.executable, "-c", IMPORT_EACH, str(package.parent), package.name, *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for module, trace in map(json.loads, done.stdout.splitlines()):
+        yield f"import {package.name}.{module} fails: {trace.strip().splitlines()[-1]}"
+
+
+def test_every_module_imports_alone() -> None:
+    """Each module imports in an interpreter that has imported nothing else of the library."""
+    report(import_failures(LIBRARY))
+
+
+def test_import_gate_fails(tmp_path: Path) -> None:
+    """A module that leans on what another one imported is seen."""
+    package = tmp_path / "broken"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "a.py").write_text("import broken.b\n")
+    (package / "b.py").write_text("import broken\n")
+    (package / "c.py").write_text("import broken\nbroken.b\n")
+    (complaint,) = import_failures(package)
+    assert complaint.startswith("import broken.c fails: AttributeError")
+
+
+# Floors ----------------------------------------------------------------------------------------------------------
+
+
+def floor(module: str) -> int | None:
+    """The floor of a module; `experiments` is one floor."""
+    return FLOORS[module if module in FLOORS else module.split(".")[0]]
+
+
+def is_known(module: str) -> bool:
+    """True if the module has a floor."""
+    return module in FLOORS or module.startswith("experiments.")
+
+
+def imported(path: Path, package: Path) -> Iterator[str]:
+    """The full names of the modules that a file imports, anywhere in it; `from x import y` may name `x.y`."""
+    here = [package.name, *module_name(path, package).split(".")]
+    known = modules(package)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            above = len(here) - node.level + (path.name == "__init__.py")
+            base = ".".join([*(here[:above] if node.level else []), *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".partition(".")[2]
+                yield f"{base}.{alias.name}" if base.startswith(package.name) and inner in known else base
+
+
+def may_import(module: str, other: str) -> bool:
+    """True if the floors let a module of the library import another one."""
+    mine, theirs = floor(module), floor(other)
+    if mine is None or theirs is None:
+        return False
+    is_neighbour = other in SAME_FLOOR and module.split(".")[0] == other.split(".")[0]
+    return theirs < mine or (theirs == mine and is_neighbour)
+
+
+def floor_faults(package: Path) -> Iterator[str]:
+    """A module imports from lower floors, the standard library and torch only."""
+    for module, path in modules(package).items():
+        if not is_known(module):
+            yield f"psgd_lit.{module}: unknown module; give it a floor in tests/test_library.py"
+            continue
+        allowed = sys.stdlib_module_names | {"torch"} | THIRD_PARTY.get(module, set())
+        for name in dict.fromkeys(imported(path, package)):
+            root, _, other = name.partition(".")
+            if root != package.name:
+                if root not in allowed:
+                    yield f"psgd_lit.{module} imports {name}; torch is the only dependency"
+            elif is_known(other) and not may_import(module, other):
+                yield f"psgd_lit.{module} (floor {floor(module)}) imports {name} (floor {floor(other)})"
+
+
+def test_floors() -> None:
+    """The import graph of the library follows its floors."""
+    report(floor_faults(LIBRARY))
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("hvp", "from psgd_lit.optim import PSGD", "psgd_lit.hvp (floor 0) imports psgd_lit.optim (floor 2)"),
+        ("hvp", "def f():\n    from . import optim", "psgd_lit.hvp (floor 0) imports psgd_lit.optim (floor 2)"),
+        ("hvp", "import psgd_lit", "psgd_lit.hvp (floor 0) imports psgd_lit (floor 3)"),
+        (
+            "hvp",
+            "from .groups.protocol import Group",
+            "psgd_lit.hvp (floor 0) imports psgd_lit.groups.protocol (floor 0)",
+        ),
+        ("optim", "from .viz import COLOURS", "psgd_lit.optim (floor 2) imports psgd_lit.viz (floor None)"),
+        ("criterion", "from .hvp import exact", "psgd_lit.criterion (floor None) imports psgd_lit.hvp (floor 0)"),
+        ("groups.diagonal", "from .kron import Kron", "imports psgd_lit.groups.kron (floor 0)"),
+        ("hvp", "import numpy as np", "psgd_lit.hvp imports numpy; torch is the only dependency"),
+        ("novelty", "", "psgd_lit.novelty: unknown module; give it a floor"),
+        ("hvp", "import math\nfrom torch import Tensor", ""),
+        ("optim", "from psgd_lit.groups.kron import Kron\nfrom .hvp import exact", ""),
+        ("groups.diagonal", "from .protocol import Group", ""),
+        ("groups.diagonal", "from ..groups.protocol import Group", ""),
+        ("viz", "import matplotlib.pyplot as plt", ""),
+    ],
+)
+def test_floor_gate(module: str, source: str, complaint: str, tmp_path: Path) -> None:
+    """Imports upwards, sideways and from outside are seen; imports downwards pass."""
+    package = tmp_path / "psgd_lit"
+    for name in {module, "hvp", "optim", "viz", "groups.kron", "groups.protocol"}:
+        path = package / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source if name == module else "")
+    found = "\n".join(floor_faults(package))
+    assert complaint in found if complaint else found == ""
+
+
+# Documented and typed --------------------------------------------------------------------------------------------
+
+
+def undocumented(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """Public functions, classes and methods have docstrings, and all their arguments and results have types."""
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        name = f"{prefix}{node.name}"
+        is_public = not any(part.startswith("_") for part in name.split("."))
+        is_overload = any(ast.unparse(decorator).endswith("overload") for decorator in node.decorator_list)
+        if is_public and not is_overload and not ast.get_docstring(node):
+            yield f"{name} has no docstring"
+        if isinstance(node, ast.ClassDef):
+            yield from undocumented(node.body, f"{name}.")
+        else:
+            yield from (f"{name} lacks the type of {what}" for what in untyped(node))
+
+
+def untyped(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    """The arguments of a function that have no type, and its result if that has none."""
+    names = function.args
+    arguments = [*names.posonlyargs, *names.args, *names.kwonlyargs, *filter(None, (names.vararg, names.kwarg))]
+    yield from (a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls"))
+    if function.returns is None:
+        yield "its result"
+
+
+@pytest.mark.parametrize("module", modules(LIBRARY))
+def test_documented_and_typed(module: str) -> None:
+    """Every public name says what it is, and what it takes and gives."""
+    report(undocumented(ast.parse(modules(LIBRARY)[module].read_text()).body))
+
+
+def test_documentation_gate_fails() -> None:
+    """A missing docstring and missing types are seen, in methods too; private names need types only."""
+    source = """
+def f(x, *args) -> int:
+    '''Has a docstring.'''
+class A:
+    def method(self, x: int):
+        def inner(x): ...
+    def __init__(self) -> None: ...
+def _private(x: int): ...
+"""
+    assert list(undocumented(ast.parse(source).body)) == [
+        "f lacks the type of x",
+        "f lacks the type of args",
+        "A has no docstring",
+        "A.method has no docstring",
+        "A.method lacks the type of its result",
+        "_private lacks the type of its result",
+    ]

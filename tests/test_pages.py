@@ -1,0 +1,220 @@
+"""The built pages, read as files: complete, self-contained, with links that lead somewhere."""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from bs4 import BeautifulSoup
+from gates import HTML, NBS, ROOT, report, short
+from writer import pages
+
+Gate = Callable[[Path, BeautifulSoup], Iterator[str]]
+
+PAGE_BYTES = 2_000_000
+LOADED = {"src", "srcset", "poster", "data", "background"}
+"""Attributes with the address of something that a browser fetches by itself."""
+LOADING_LINKS = {"stylesheet", "icon", "shortcut", "preload", "prefetch", "modulepreload", "preconnect", "dns-prefetch"}
+"""Kinds of `<link>` that make a browser fetch something."""
+CSS_ADDRESS = re.compile(r"""@import\s+(?:url\()?\s*["']?([^"')\s;]+)|url\(\s*["']?([^"')]+)""")
+
+
+def html_of(notebook: Path, site: Path = HTML) -> Path:
+    """Where the page of a notebook is."""
+    return site / notebook.relative_to(ROOT).with_suffix(".html")
+
+
+@cache
+def soup_of(path: Path) -> BeautifulSoup:
+    """Parse a page, once."""
+    return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+
+
+def is_elsewhere(address: str) -> bool:
+    """True for what is not in a file of the book or in the page itself."""
+    scheme = urlsplit(address.strip()).scheme
+    return address.strip().startswith("//") or (scheme not in ("", "data", "blob"))
+
+
+def loaded(soup: BeautifulSoup) -> Iterator[str]:
+    """The addresses that a browser fetches by itself to show the page."""
+    for tag in soup.find_all(True):
+        for attribute in LOADED & tag.attrs.keys():
+            values = tag[attribute].split(",") if attribute == "srcset" else [tag[attribute]]
+            yield from (value.split()[0] for value in values if value.strip())
+        if tag.name == "link" and LOADING_LINKS & set(tag.get("rel", [])) and tag.get("href"):
+            yield tag["href"]
+        yield from css_addresses(tag.get("style", ""))
+    for style in soup.find_all("style"):
+        yield from css_addresses(style.get_text())
+
+
+def css_addresses(text: str) -> Iterator[str]:
+    """The addresses that a style sheet loads."""
+    yield from (one or other for one, other in CSS_ADDRESS.findall(text))
+
+
+def self_contained(path: Path, soup: BeautifulSoup) -> Iterator[str]:
+    """No script, style, font or picture comes from elsewhere, neither by the page nor by its style sheets."""
+    for address in loaded(soup):
+        if is_elsewhere(address):
+            yield f"loads {address[:100]}"
+    for link in soup.find_all("link", rel="stylesheet"):
+        sheet = local_file(path, link["href"])
+        if sheet is not None and sheet.exists():
+            for address in css_addresses(sheet.read_text(encoding="utf-8")):
+                if is_elsewhere(address):
+                    yield f"{sheet.name} loads {address[:100]}"
+
+
+def local_file(path: Path, address: str) -> Path | None:
+    """The file that an address on a page means; None if it is not a file of the book."""
+    parts = urlsplit(address)
+    if is_elsewhere(address) or parts.scheme or parts.netloc:
+        return None
+    return (path.parent / unquote(parts.path)).resolve() if parts.path else path
+
+
+def anchors(path: Path) -> set[str]:
+    """The places on a page that a link can lead to."""
+    return {tag[key] for tag in soup_of(path).find_all(True) for key in ("id", "name") if tag.has_attr(key)}
+
+
+def links(path: Path, soup: BeautifulSoup) -> Iterator[str]:
+    """Every link inside the book leads to a file that exists, and to an anchor on it."""
+    for tag in soup.find_all("a", href=True):
+        target, fragment = local_file(path, tag["href"]), unquote(urlsplit(tag["href"]).fragment)
+        if target is not None and not target.exists():
+            yield f"the link {tag['href']} leads nowhere"
+        elif target is not None and fragment and target.suffix == ".html" and fragment not in anchors(target):
+            yield f"the link {tag['href']} leads to a page without such an anchor"
+    for address in loaded(soup):
+        target = local_file(path, address)
+        if target is not None and not target.exists():
+            yield f"{address[:100]} is loaded and doesn't exist"
+
+
+def size(path: Path, soup: BeautifulSoup) -> Iterator[str]:
+    """A page has at most 2 MB."""
+    if path.stat().st_size > PAGE_BYTES:
+        yield f"{path.stat().st_size:,} bytes, and {PAGE_BYTES:,} are the limit"
+
+
+def alternatives(path: Path, soup: BeautifulSoup) -> Iterator[str]:
+    """Every picture has a text that stands for it, and it isn't the name of a file."""
+    for image in soup.find_all("img"):
+        alternative = image.get("alt", "").strip()
+        if not alternative or alternative.endswith((".png", ".svg", ".webp")):
+            yield f"the picture {image.get('src', '')[-60:]} has the alternative {alternative!r}"
+
+
+def rendered(path: Path, soup: BeautifulSoup) -> Iterator[str]:
+    """No directive and no role is left as raw text."""
+    article = soup.find("article") or soup
+    text = article.get_text("\n")
+    for pattern in (r"#\| ?[\w-]+", r"\{(?:ref|eq|cite|numref|doc|func|class)[\w:]*\}`?", r"^\([a-z]+-[\w-]+\)=$"):
+        for found in dict.fromkeys(re.findall(pattern, text, re.MULTILINE)):
+            yield f"shows {found!r} as text"
+
+
+GATES: list[Gate] = [self_contained, links, size, alternatives, rendered]
+
+
+@pytest.mark.parametrize("notebook", pages(), ids=short)
+def test_page_exists(notebook: Path) -> None:
+    """The notebook has its page in the built book."""
+    assert html_of(notebook).exists(), f"{short(html_of(notebook))} is missing; run `make book`"
+
+
+def test_start_page() -> None:
+    """The file that `make book` tells the reader to open leads to the first page."""
+    start = HTML / "index.html"
+    assert start.exists(), "_build/html/index.html is missing; run `make book`"
+    assert html_of(pages()[0]).relative_to(HTML).as_posix() in start.read_text()
+
+
+def test_book_is_up_to_date() -> None:
+    """No notebook was changed after the book was built from it."""
+    built = HTML / ".done"
+    assert built.exists(), "the book has not been built; run `make book`"
+    newer = [short(path) for path in NBS.rglob("*.ipynb") if path.stat().st_mtime > built.stat().st_mtime]
+    assert not newer, f"run `make book`; changed since the book was built: {', '.join(newer)}"
+
+
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.__name__)
+@pytest.mark.parametrize("notebook", pages(), ids=short)
+def test_page(notebook: Path, gate: Gate) -> None:
+    """The page stands on its own and everything on it leads somewhere."""
+    path = html_of(notebook)
+    assert path.exists(), f"{short(path)} is missing; run `make book`"
+    report(gate(path, soup_of(path)))
+
+
+# The gates can fail ----------------------------------------------------------------------------------------------
+
+GOOD = """<!doctype html><html><head>
+<link rel="stylesheet" href="style.css"><link rel="canonical" href="https://example.com/">
+<script src="script.js"></script></head>
+<body><article id="top"><h1>Title</h1>
+<p>See <a href="https://example.com">elsewhere</a>, <a href="#top">above</a>, <a href="other.html#there">there</a>.</p>
+<img src="data:image/png;base64,AAAA" alt="A curve that falls.">
+</article></body></html>"""
+
+SPOILED: list[tuple[Gate, str, str, str]] = [
+    (self_contained, "script.js", "https://cdn.example.com/script.js", "loads https://cdn.example.com/script.js"),
+    (self_contained, "script.js", "//cdn.example.com/script.js", "loads //cdn.example.com/script.js"),
+    (
+        self_contained,
+        'href="style.css"',
+        'href="https://fonts.example.com/a.css"',
+        "loads https://fonts.example.com/a.css",
+    ),
+    (self_contained, "data:image/png;base64,AAAA", "http://example.com/a.png", "loads http://example.com/a.png"),
+    (
+        self_contained,
+        "<h1>",
+        '<style>@import "https://example.com/a.css";</style><h1>',
+        "loads https://example.com/a.css",
+    ),
+    (self_contained, "<h1>", '<h1 style="background: url(//example.com/a.png)">', "loads //example.com/a.png"),
+    (self_contained, "<h1>", '<iframe src="https://example.com/"></iframe><h1>', "loads https://example.com/"),
+    (self_contained, 'href="style.css"', 'href="fonts.css"', "fonts.css loads https://example.com/font.woff2"),
+    (links, "#top", "#bottom", "#bottom leads to a page without such an anchor"),
+    (links, "other.html#there", "other.html#here", "other.html#here leads to a page without such an anchor"),
+    (links, "other.html#there", "gone.html", "gone.html leads nowhere"),
+    (links, "script.js", "gone.js", "gone.js is loaded and doesn't exist"),
+    (size, "Title", "x" * PAGE_BYTES, "2,000,000 are the limit"),
+    (alternatives, ' alt="A curve that falls."', "", "has the alternative ''"),
+    (alternatives, "A curve that falls.", "../figure.png", "has the alternative '../figure.png'"),
+    (rendered, "Title", "#| export", "shows '#| export'"),
+    (rendered, "Title", "{ref}`chap-lie`", "shows '{ref}`'"),
+]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A small site with one good page and what it refers to."""
+    (tmp_path / "page.html").write_text(GOOD)
+    (tmp_path / "other.html").write_text('<p id="there">There.</p>')
+    (tmp_path / "style.css").write_text("p { background: url(data:image/png;base64,AAAA) }")
+    (tmp_path / "fonts.css").write_text("@font-face { src: url('https://example.com/font.woff2') }")
+    (tmp_path / "script.js").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.__name__)
+def test_good_page_passes(gate: Gate, site: Path) -> None:
+    """No gate complains about a good page, and each is broken below."""
+    assert list(gate(site / "page.html", soup_of(site / "page.html"))) == []
+    assert gate in {spoiled for spoiled, *_ in SPOILED}
+
+
+@pytest.mark.parametrize(("gate", "old", "new", "complaint"), SPOILED)
+def test_spoiled_page(gate: Gate, old: str, new: str, complaint: str, site: Path) -> None:
+    """The gate complains, in words that help, when the good page is spoiled."""
+    assert old in GOOD
+    page = site / "page.html"
+    page.write_text(GOOD.replace(old, new))
+    assert complaint in "\n".join(gate(page, soup_of(page)))
