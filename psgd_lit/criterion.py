@@ -3,11 +3,11 @@
 # %% auto #0
 __all__ = ['criterion', 'expected_criterion', 'optimal_preconditioner', 'preconditioned_eigenvalues']
 
-# %% ../nbs/05_criterion.ipynb #73ad4d11
+# %% ../nbs/05_criterion.ipynb #7d9e4b99
 import torch
 from torch import Tensor
 
-# %% ../nbs/05_criterion.ipynb #f41e21bd
+# %% ../nbs/05_criterion.ipynb #acbbd1c0
 def criterion(P: Tensor, v: Tensor, h: Tensor) -> Tensor:
     """The criterion as the mean of `h^T P h + v^T P^-1 v` over sampled pairs.
 
@@ -29,7 +29,7 @@ def criterion(P: Tensor, v: Tensor, h: Tensor) -> Tensor:
     a = L.mT @ h
     return (a.square() + b.square()).sum(-2).mean(-1)  # eq-criterion
 
-# %% ../nbs/05_criterion.ipynb #5a81c932
+# %% ../nbs/05_criterion.ipynb #359d7927
 def expected_criterion(P: Tensor, gradient_moment: Tensor, probe_moment: Tensor | None = None) -> Tensor:
     """The criterion as `tr(P A) + tr(P^-1 B)`.
 
@@ -50,7 +50,7 @@ def expected_criterion(P: Tensor, gradient_moment: Tensor, probe_moment: Tensor 
     solved = torch.cholesky_solve(B, torch.linalg.cholesky(P))
     return (P * gradient_moment).sum((-2, -1)) + solved.diagonal(dim1=-2, dim2=-1).sum(-1)  # eq-expected-criterion
 
-# %% ../nbs/05_criterion.ipynb #65f6d20a
+# %% ../nbs/05_criterion.ipynb #2c3e9e63
 def _require_positive_definite(moment: Tensor, name: str) -> None:
     """Raise a ValueError that says what to do, unless `moment` is symmetric and safely positive definite."""
     n, eps = moment.shape[-1], torch.finfo(moment.dtype).eps
@@ -65,7 +65,7 @@ def _require_positive_definite(moment: Tensor, name: str) -> None:
             f"multiple of the identity."
         )
 
-# %% ../nbs/05_criterion.ipynb #577ef937
+# %% ../nbs/05_criterion.ipynb #5869abe5
 def optimal_preconditioner(gradient_moment: Tensor, probe_moment: Tensor | None = None) -> Tensor:
     """The only positive definite `P` with `P A P = B`, where the criterion has its minimum.
 
@@ -93,7 +93,7 @@ def optimal_preconditioner(gradient_moment: Tensor, probe_moment: Tensor | None 
     P: Tensor = Z @ Z.mT  # eq-optimal
     return (P + P.mT) / 2
 
-# %% ../nbs/05_criterion.ipynb #d34a74c6
+# %% ../nbs/05_criterion.ipynb #185c91c0
 def preconditioned_eigenvalues(P: Tensor, H: Tensor) -> Tensor:
     """The eigenvalues of `P H`: real, and with as many of each sign as those of `H`.
 

@@ -4,7 +4,7 @@
 __all__ = ['PAPER_STEP', 'HessianVectorProduct', 'SecondDerivativeError', 'hvp_exact', 'gradient_difference', 'hvp_approx',
            'hvp_forward']
 
-# %% ../nbs/04_hvp.ipynb #2dd5e4da
+# %% ../nbs/04_hvp.ipynb #dccb7bdc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.autograd.graph import Node
 
-# %% ../nbs/04_hvp.ipynb #b8a599dc
+# %% ../nbs/04_hvp.ipynb #5f793c91
 class HessianVectorProduct(NamedTuple):
     """A loss, its gradient and the product of its Hessian with a probe, all at the same parameters.
 
@@ -29,7 +29,7 @@ class HessianVectorProduct(NamedTuple):
     gradient: tuple[Tensor, ...]
     product: tuple[Tensor, ...]
 
-# %% ../nbs/04_hvp.ipynb #9ce75876
+# %% ../nbs/04_hvp.ipynb #c3953b2a
 def _check_pairs(params: Sequence[Tensor], probe: Sequence[Tensor]) -> None:
     """Raise a `ValueError` unless every parameter asks for a gradient and has a probe of its own kind."""
     if len(params) != len(probe):
@@ -41,11 +41,12 @@ def _check_pairs(params: Sequence[Tensor], probe: Sequence[Tensor]) -> None:
             kinds = [f"{tuple(x.shape)} {x.dtype} {x.device}" for x in (p, v)]
             raise ValueError(f"probe[{i}] must be like params[{i}], which is {kinds[0]}, but is {kinds[1]}")
 
-# %% ../nbs/04_hvp.ipynb #e6db88e3
+# %% ../nbs/04_hvp.ipynb #fd87fbe8
 def _loss_and_gradient(
     closure: Callable[[], Tensor], params: Sequence[Tensor], twice: bool = False
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run the closure, with gradients enabled, and differentiate its loss; keep the graph if that is done `twice`."""
+    torch.clear_autocast_cache()  # an autocast around the call may hold casts of the parameters as they were before
     with torch.enable_grad():
         loss = closure()
         if not isinstance(loss, Tensor):
@@ -63,7 +64,7 @@ def _loss_and_gradient(
         raise
     return loss.detach().reshape(()), grads
 
-# %% ../nbs/04_hvp.ipynb #3962b2a4
+# %% ../nbs/04_hvp.ipynb #780c98eb
 _REFUSALS = re.compile(
     r"derivative for .* is not implemented"  # double backward through attention, cdist, cuDNN's RNN, ...
     r"|forward AD with .* does not support it"  # an operator without a forward formula
@@ -86,12 +87,12 @@ def _refusals_explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0].rstrip(".")
         if _REFUSALS.search(reason):
-            raise SecondDerivativeError(f"{reason} {_WAYS_OUT}") from error
+            raise SecondDerivativeError(f"{reason}. {_WAYS_OUT}") from error
         raise
 
-# %% ../nbs/04_hvp.ipynb #ba244c93
+# %% ../nbs/04_hvp.ipynb #7c292d19
 def _check_graph(gradient: Sequence[Tensor]) -> None:
     """Raise a `SecondDerivativeError` if a gradient came through a function that is marked `once_differentiable`."""
     nodes = {g.grad_fn for g in gradient if g.grad_fn is not None}
@@ -102,7 +103,7 @@ def _check_graph(gradient: Sequence[Tensor]) -> None:
         seen |= nodes
         nodes = {after for node in nodes for after, _ in node.next_functions if after is not None} - seen
 
-# %% ../nbs/04_hvp.ipynb #dadaba43
+# %% ../nbs/04_hvp.ipynb #74b55e24
 def hvp_exact(closure: Callable[[], Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]) -> HessianVectorProduct:
     """Multiply the Hessian by a probe, by differentiating twice in reverse.
 
@@ -123,14 +124,12 @@ def hvp_exact(closure: Callable[[], Tensor], params: Sequence[Tensor], probe: Se
     _check_pairs(params, probe)
     loss, gradient = _loss_and_gradient(closure, params, twice=True)
     _check_graph(gradient)
-    used = [i for i, g in enumerate(gradient) if g.requires_grad]
-    outputs, weights = [gradient[i] for i in used], [probe[i] for i in used]
     with _refusals_explained():
         # eq-hvp-exact
-        product = torch.autograd.grad(outputs, params, weights, allow_unused=True, materialize_grads=True)
+        product = torch.autograd.grad(gradient, params, probe, allow_unused=True, materialize_grads=True)
     return HessianVectorProduct(loss, tuple(g.detach() for g in gradient), product)
 
-# %% ../nbs/04_hvp.ipynb #24bb20e3
+# %% ../nbs/04_hvp.ipynb #31009a64
 @contextmanager
 def _displaced(params: Sequence[Tensor], probe: Sequence[Tensor], step: float) -> Iterator[None]:
     """Move the parameters by `step` times the probe, and afterwards put back the very same bits, whatever happens."""
@@ -145,7 +144,7 @@ def _displaced(params: Sequence[Tensor], probe: Sequence[Tensor], step: float) -
             for p, h in zip(params, home, strict=True):
                 p.copy_(h)
 
-# %% ../nbs/04_hvp.ipynb #e20e6287
+# %% ../nbs/04_hvp.ipynb #a185d566
 PAPER_STEP = 2.0**-11.5  # the standard deviation of a perturbation of variance 2^-23, Li 2018, section V.A
 
 
@@ -166,7 +165,7 @@ def gradient_difference(
     behind, width = (gradient, step) if opposite is None else (opposite, 2 * step)
     return HessianVectorProduct(loss, gradient, tuple((a - b) / width for a, b in zip(ahead, behind, strict=True)))
 
-# %% ../nbs/04_hvp.ipynb #1b78b646
+# %% ../nbs/04_hvp.ipynb #19cbb8df
 def hvp_approx(
     closure: Callable[[], Tensor],
     params: Sequence[Tensor],
@@ -180,13 +179,14 @@ def hvp_approx(
     generators, which afterwards stand as after one call. Buffers that it changes, such as BatchNorm's running
     statistics, see every call. Parameters come back bit for bit, also when the closure raises.
 
+    Closure, parameters and probe, and errors that they cause, are those of `hvp_exact`.
+
     Args:
-        closure, params, probe: as for `hvp_exact`, but in single precision or better.
         step: how far to walk along the probe; the error is of order `step`, or of its square if `central`.
         central: whether to walk in both directions.
 
     Raises:
-        TypeError, ValueError: as `hvp_exact`, and if a parameter is in half precision or the step isn't positive.
+        ValueError: also if a parameter is in half precision, or the step isn't positive.
 
     Source: Li 2018, section III.A.1, equation (6), and section V.A.
     """
@@ -201,14 +201,14 @@ def hvp_approx(
             )
     return gradient_difference(closure, params, probe, step, central)
 
-# %% ../nbs/04_hvp.ipynb #dafcd422
+# %% ../nbs/04_hvp.ipynb #748162e0
 def hvp_forward(
     closure: Callable[[], Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> HessianVectorProduct:
     """Multiply the Hessian by a probe, by forward-mode differentiation of the gradient.
 
     The closure runs once. Arguments and errors are those of `hvp_exact`, but fewer operators have a forward formula
-    than have a second derivative.
+    than have a second derivative. The paper doesn't use this form.
     """
     _check_pairs(params, probe)
     with forward_ad.dual_level(), _refusals_explained():

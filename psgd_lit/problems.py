@@ -79,8 +79,8 @@ def with_spectrum(eigenvalues: Tensor, *, generator: torch.Generator) -> Tensor:
     H = (U * eigenvalues) @ U.T  # eq-spectrum
     return (H + H.T) / 2
 
-# %% ../nbs/03_problems.ipynb #e1d807ef
-@dataclass(frozen=True, eq=False)
+# %% ../nbs/03_problems.ipynb #637fcaad
+@dataclass(frozen=True, eq=False)  # == of tensors is a tensor, so problems are compared by identity
 class Quadratic:
     """The loss `(theta - centre)^T H (theta - centre) / 2`.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from book_ext import split_directives
 from writer import pages
 
@@ -32,9 +33,14 @@ def short(path: Path) -> str:
 
 
 def report(complaints: Iterable[str]) -> None:
-    """Fail with one complaint a line."""
-    lines = list(complaints)
-    assert not lines, "\n" + "\n".join(lines)
+    """Fail with one complaint a line, and nothing else."""
+    if lines := list(complaints):
+        pytest.fail("\n".join(lines), pytrace=False)
+
+
+def ids(spoiled: Iterable[tuple[Any, ...]]) -> list[str]:
+    """Test ids for a table of broken examples: the gate, which comes first, and its complaint, which comes last."""
+    return [f"{gate.__name__}: {complaint}" for gate, *_, complaint in spoiled]
 
 
 @dataclass(frozen=True)

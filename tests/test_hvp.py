@@ -299,6 +299,21 @@ def test_random_numbers_are_those_of_one_call(name: str) -> None:
 
 
 @every_method
+def test_an_autocast_around_the_call_hands_out_no_stale_casts(name: str) -> None:
+    W, v, x = (normal(4, 4, seed=seed, dtype=torch.float32) for seed in range(3))
+    W.requires_grad_()
+
+    def loss() -> Tensor:
+        return (x @ W).float().square().sum()
+
+    settings = {"step": 0.5} if CALLS[name] > 1 else {}  # a step that bfloat16 resolves
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss()  # leaves casts behind
+        found = METHODS[name](loss, [W], [v], **settings).product[0]
+    assert_close(found, 2 * x.T @ x @ v, 0.05)
+
+
+@every_method
 def test_nothing_waits_for_the_device(name: str) -> None:
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

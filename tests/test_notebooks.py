@@ -1,6 +1,7 @@
 """The stored form of every notebook, the table of contents, and the README and Makefile beside them."""
 
 import base64
+import configparser
 import json
 import re
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
-from gates import NBS, PAGES, ROOT, report, short
+from gates import NBS, PAGES, ROOT, ids, report, short
 from nbformat import v4
 from writer import canonical, pages, readme
 
@@ -126,6 +127,31 @@ def test_stored_form(path: Path, gate: Gate) -> None:
     report(gate(path.read_text(encoding="utf-8")))
 
 
+def hidden(sanitizer: str, text: str) -> Iterator[str]:
+    """The sanitiser of nbval hides no text that a reader reads, but the size that stands for a figure."""
+    rules = configparser.RawConfigParser()
+    rules.read_string(sanitizer)
+    for section in rules.sections():
+        for _, output in outputs(nbformat.reads(text, as_version=4)):
+            for match in re.finditer(rules[section]["regex"], visible_text(output)):
+                if not match[0].startswith("<Figure size"):
+                    yield f"[{section}] keeps nbval from comparing {match[0][:60]!r}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=short)
+def test_sanitizer_hides_no_text(path: Path) -> None:
+    """Whatever the notebook prints is compared."""
+    sanitizer = (NBS / "_ext" / "sanitize.cfg").read_text(encoding="utf-8")
+    report(hidden(sanitizer, path.read_text(encoding="utf-8")))
+
+
+def test_sanitizer_gate_fails() -> None:
+    """A sanitiser that hides numbers is seen; one that hides frames and figures is not complained about."""
+    text = canonical(small_notebook())
+    assert list(hidden("[frames]\nregex: base64,[A-Za-z0-9+/=]+\nreplace: FRAME\n", text)) == []
+    assert list(hidden("[numbers]\nregex: \\d+\nreplace: N\n", text)) == ["[numbers] keeps nbval from comparing '2'"]
+
+
 def missing_pages(listed: list[Path], folder: Path) -> Iterator[str]:
     """The table of contents and the folder hold the same notebooks."""
     present = {
@@ -230,7 +256,7 @@ def test_small_notebook_passes(gate: Gate) -> None:
     assert gate in {spoiled for spoiled, *_ in SPOILED}
 
 
-@pytest.mark.parametrize(("gate", "spoil", "complaint"), SPOILED)
+@pytest.mark.parametrize(("gate", "spoil", "complaint"), SPOILED, ids=ids(SPOILED))
 def test_spoiled_notebook(gate: Gate, spoil: Callable[[Any], None], complaint: str) -> None:
     """The gate complains, in words that help, when the good notebook is spoiled."""
     notebook = small_notebook()

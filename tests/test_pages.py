@@ -7,8 +7,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from bs4 import BeautifulSoup
-from gates import HTML, NBS, ROOT, report, short
+from bs4 import BeautifulSoup, Tag
+from gates import HTML, PAGES, ROOT, ids, report, short
 from writer import pages
 
 Gate = Callable[[Path, BeautifulSoup], Iterator[str]]
@@ -38,15 +38,20 @@ def is_elsewhere(address: str) -> bool:
     return address.strip().startswith("//") or (scheme not in ("", "data", "blob"))
 
 
+def value(tag: Tag, attribute: str) -> str:
+    """An attribute as text; empty if the tag hasn't got it."""
+    return " ".join(text for text in tag.get_attribute_list(attribute) if text)
+
+
 def loaded(soup: BeautifulSoup) -> Iterator[str]:
     """The addresses that a browser fetches by itself to show the page."""
     for tag in soup.find_all(True):
         for attribute in LOADED & tag.attrs.keys():
-            values = tag[attribute].split(",") if attribute == "srcset" else [tag[attribute]]
-            yield from (value.split()[0] for value in values if value.strip())
-        if tag.name == "link" and LOADING_LINKS & set(tag.get("rel", [])) and tag.get("href"):
-            yield tag["href"]
-        yield from css_addresses(tag.get("style", ""))
+            addresses = value(tag, attribute).split(",") if attribute == "srcset" else [value(tag, attribute)]
+            yield from (address.split()[0] for address in addresses if address.strip())
+        if tag.name == "link" and LOADING_LINKS & set(value(tag, "rel").split()) and tag.has_attr("href"):
+            yield value(tag, "href")
+        yield from css_addresses(value(tag, "style"))
     for style in soup.find_all("style"):
         yield from css_addresses(style.get_text())
 
@@ -62,7 +67,7 @@ def self_contained(path: Path, soup: BeautifulSoup) -> Iterator[str]:
         if is_elsewhere(address):
             yield f"loads {address[:100]}"
     for link in soup.find_all("link", rel="stylesheet"):
-        sheet = local_file(path, link["href"])
+        sheet = local_file(path, value(link, "href"))
         if sheet is not None and sheet.exists():
             for address in css_addresses(sheet.read_text(encoding="utf-8")):
                 if is_elsewhere(address):
@@ -79,17 +84,18 @@ def local_file(path: Path, address: str) -> Path | None:
 
 def anchors(path: Path) -> set[str]:
     """The places on a page that a link can lead to."""
-    return {tag[key] for tag in soup_of(path).find_all(True) for key in ("id", "name") if tag.has_attr(key)}
+    return {value(tag, key) for tag in soup_of(path).find_all(True) for key in ("id", "name") if tag.has_attr(key)}
 
 
 def links(path: Path, soup: BeautifulSoup) -> Iterator[str]:
     """Every link inside the book leads to a file that exists, and to an anchor on it."""
     for tag in soup.find_all("a", href=True):
-        target, fragment = local_file(path, tag["href"]), unquote(urlsplit(tag["href"]).fragment)
+        href = value(tag, "href")
+        target, fragment = local_file(path, href), unquote(urlsplit(href).fragment)
         if target is not None and not target.exists():
-            yield f"the link {tag['href']} leads nowhere"
+            yield f"the link {href} leads nowhere"
         elif target is not None and fragment and target.suffix == ".html" and fragment not in anchors(target):
-            yield f"the link {tag['href']} leads to a page without such an anchor"
+            yield f"the link {href} leads to a page without such an anchor"
     for address in loaded(soup):
         target = local_file(path, address)
         if target is not None and not target.exists():
@@ -105,9 +111,9 @@ def size(path: Path, soup: BeautifulSoup) -> Iterator[str]:
 def alternatives(path: Path, soup: BeautifulSoup) -> Iterator[str]:
     """Every picture has a text that stands for it, and it isn't the name of a file."""
     for image in soup.find_all("img"):
-        alternative = image.get("alt", "").strip()
+        alternative = value(image, "alt").strip()
         if not alternative or alternative.endswith((".png", ".svg", ".webp")):
-            yield f"the picture {image.get('src', '')[-60:]} has the alternative {alternative!r}"
+            yield f"the picture {value(image, 'src')[-60:]} has the alternative {alternative!r}"
 
 
 def rendered(path: Path, soup: BeautifulSoup) -> Iterator[str]:
@@ -139,7 +145,7 @@ def test_book_is_up_to_date() -> None:
     """No notebook was changed after the book was built from it."""
     built = HTML / ".done"
     assert built.exists(), "the book has not been built; run `make book`"
-    newer = [short(path) for path in NBS.rglob("*.ipynb") if path.stat().st_mtime > built.stat().st_mtime]
+    newer = [short(path) for path in PAGES if path.stat().st_mtime > built.stat().st_mtime]
     assert not newer, f"run `make book`; changed since the book was built: {', '.join(newer)}"
 
 
@@ -211,7 +217,7 @@ def test_good_page_passes(gate: Gate, site: Path) -> None:
     assert gate in {spoiled for spoiled, *_ in SPOILED}
 
 
-@pytest.mark.parametrize(("gate", "old", "new", "complaint"), SPOILED)
+@pytest.mark.parametrize(("gate", "old", "new", "complaint"), SPOILED, ids=ids(SPOILED))
 def test_spoiled_page(gate: Gate, old: str, new: str, complaint: str, site: Path) -> None:
     """The gate complains, in words that help, when the good page is spoiled."""
     assert old in GOOD

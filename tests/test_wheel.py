@@ -71,7 +71,7 @@ def make_environment(wheel: Path, folder: Path) -> Path:
         for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
             link = packages / top
             if not link.exists():
-                link.symlink_to(distribution.locate_file(top))
+                link.symlink_to(str(distribution.locate_file(top)))
     return folder / "bin" / "python"
 
 

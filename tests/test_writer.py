@@ -1,6 +1,7 @@
 """The canonical writer: one notebook, one text, however often and by whomever it is run."""
 
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def executed(first_count: int, view: str) -> Any:
         v4.new_code_cell("\n2 + 2\n", execution_count=first_count, outputs=[result], metadata={"collapsed": False}),
         v4.new_code_cell("x = 1", execution_count=first_count + 7),
     ]
-    widgets = {"application/vnd.jupyter.widget-state+json": {"state": {view: {}}}}
+    widgets: dict[str, Any] = {"application/vnd.jupyter.widget-state+json": {"state": {view: {}}}}
     return v4.new_notebook(
         cells=cells, metadata={"widgets": widgets, "kernelspec": {"name": view, "display_name": view}}
     )
@@ -126,7 +127,7 @@ def test_readme_is_the_tagged_cells(tmp_path: Path) -> None:
 
 def first_difference(run: Callable[[], str]) -> str:
     """Run twice and say where the texts differ; empty if they don't."""
-    pairs = zip(run().splitlines(), run().splitlines(), strict=False)
+    pairs = zip_longest(run().splitlines(), run().splitlines(), fillvalue="")
     return next((f"{one.strip()[:200]!r} and then {other.strip()[:200]!r}" for one, other in pairs if one != other), "")
 
 
@@ -137,7 +138,10 @@ def test_same_bytes_twice(path: Path) -> None:
     assert first_difference(lambda: execute(path)) == ""
 
 
-def test_difference_is_seen() -> None:
+@pytest.mark.parametrize(
+    ("second", "difference"), [("a\nb\n", ""), ("a\nc\n", "'b' and then 'c'"), ("a\n", "'b' and then ''")]
+)
+def test_difference_is_seen(second: str, difference: str) -> None:
     """Texts that change from run to run are seen."""
-    texts = iter(["a\nb\n", "a\nc\n"])
-    assert first_difference(lambda: next(texts)) == "'b' and then 'c'"
+    texts = iter(["a\nb\n", second])
+    assert first_difference(lambda: next(texts)) == difference

@@ -3,9 +3,10 @@
 # %% auto #0
 __all__ = ['State', 'largest_entry', 'safe_pair', 'Group']
 
-# %% ../../nbs/groups/01_lie.ipynb #82ed07f4
+# %% ../../nbs/groups/01_lie.ipynb #2efb118b
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def largest_entry(tensors: Sequence[Tensor], batch_dims: int) -> Tensor:
     norms = [x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1]) for x in flat]
     return torch.stack(norms).amax(0)
 
-# %% ../../nbs/groups/01_lie.ipynb #14a9f7fd
+# %% ../../nbs/groups/01_lie.ipynb #60af3bf0
 def safe_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scale a pair so that it can be squared, and turn a pair that is not finite into the zero pair.
 
@@ -43,14 +44,14 @@ def safe_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = largest_entry((a, b), a.dim() - 2)
     live = largest.isfinite() & (largest > 0)
     largest = torch.where(live, largest, 1.0)
-    power_of_two = largest / (2 * torch.frexp(largest).mantissa)  # exact: largest is mantissa times a power of two
+    power_of_two = largest / (2 * torch.frexp(largest).mantissa)  # exact, unlike exp2
 
     def scaled(x: Tensor) -> Tensor:
         return torch.where(live[..., None, None], x / power_of_two[..., None, None], 0.0)
 
     return scaled(a), scaled(b), live
 
-# %% ../../nbs/groups/01_lie.ipynb #39d2666a
+# %% ../../nbs/groups/01_lie.ipynb #aa37a899
 class Group(ABC):
     """Matrices Q that keep their form under products, with the means to learn P = Q^T Q on them.
 
@@ -65,6 +66,10 @@ class Group(ABC):
         self, shape: Any, batch: tuple[int, ...] = (), *, dtype: torch.dtype | None = None, device: Any = None
     ) -> State:
         """Return the identity for blocks of this shape: an int, or one entry for each factor or part."""
+
+    def shape_for(self, dimensions: tuple[int, ...]) -> Any:
+        """Return the shape that `init` takes for a block of these dimensions: here the block is one vector."""
+        return prod(dimensions)
 
     @abstractmethod
     def numel(self, shape: Any) -> int:
