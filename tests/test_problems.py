@@ -136,7 +136,7 @@ def test_quadratic_takes_batches_and_is_centred_at_the_origin_by_default() -> No
 def test_problems_are_values_that_cannot_change() -> None:
     for problem in [Quadratic(torch.eye(2)), NoisyHessian(torch.eye(2), 0.1)]:
         with pytest.raises(FrozenInstanceError):
-            problem.hessian = torch.zeros(2, 2)  # type: ignore[misc]
+            problem.hessian = torch.zeros(2, 2)
         assert problem == problem
         assert len({problem}) == 1
 

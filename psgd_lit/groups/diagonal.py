@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['Diagonal', 'running_rms', 'Equilibration']
 
-# %% ../../nbs/groups/03_diagonal.ipynb #82353ca3
+# %% ../../nbs/groups/03_diagonal.ipynb #ad34ee5a
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .protocol import Group, State, largest_entry
 
-# %% ../../nbs/groups/03_diagonal.ipynb #f6ba399a
+# %% ../../nbs/groups/03_diagonal.ipynb #7dc12550
 @dataclass(frozen=True)
 class Diagonal(Group):
     """Diagonal matrices with positive entries.
@@ -89,7 +89,7 @@ class Diagonal(Group):
         """Return Q as a dense matrix."""
         return torch.diag_embed(self.diagonal(Q))
 
-# %% ../../nbs/groups/03_diagonal.ipynb #4ac0400a
+# %% ../../nbs/groups/03_diagonal.ipynb #1de95353
 def running_rms(rms: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Return the root of `(1 - weight) rms^2 + weight mean(x^2)` without squaring, over the whole range of a dtype.
 
@@ -101,14 +101,14 @@ def running_rms(rms: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     columns = ((weight / x.shape[-1]).sqrt()[..., None] * x).unbind(-1)
     return reduce(torch.hypot, columns, (1 - weight).sqrt() * rms)  # eq-running-rms
 
-# %% ../../nbs/groups/03_diagonal.ipynb #5cb94379
+# %% ../../nbs/groups/03_diagonal.ipynb #5152b2f0
 @dataclass(frozen=True)
 class Equilibration(Diagonal):
     """Diagonal matrices learned in closed form, `P = diag(sqrt(E[v v] / E[h h]))`: equilibrated SGD.
 
-    `update` takes running means and no step on the group, so what a step promises does not hold for it: neither a
-    bound on the change of Q nor descent on its own pair, and tests of derivatives along `update` do not apply.
-    A combinator shows its factors `a = Q h` and `b = Q^-T v` alone; there it takes the group step of `Diagonal`.
+    `update` takes running means and no step on the group. So it is exempt from the tests of a step: its derivative,
+    descent on its own pair, and a bound on the change of Q. What is given only `a = Q h` and `b = Q^-T v`, as the
+    factors of a combinator are, takes the group step of `Diagonal`.
 
     State: `(rms_v, rms_h, count)`, each `(*batch, n)`: root mean squares, and the number of updates that an entry
     has learned from. P is `rms_v / rms_h`, held between the smallest normal and the largest number of its dtype.
