@@ -82,7 +82,7 @@ def one_for_each(members: Sequence[Group], shape: Any) -> list[tuple[Group, Any]
         raise ValueError(f"{shape!r} does not fit {list(members)}: a shape of {count} is needed, one for each")
     return list(zip(members, shape, strict=True))
 
-# %% ../../nbs/groups/04_kron.ipynb #7234fb06
+# %% ../../nbs/groups/04_kron.ipynb #c272051e
 @dataclass(frozen=True, init=False, repr=False)
 class Kron(Group):
     """Kronecker products of matrices of any groups, one for each dimension of a block.
@@ -120,6 +120,10 @@ class Kron(Group):
     ) -> State:
         """Return identities; `shape` has one entry for each factor."""
         return tuple(f.init(n, batch, dtype=dtype, device=device) for f, n in one_for_each(self.factors, shape))
+
+    def shape_for(self, dimensions: tuple[int, ...]) -> Any:
+        """Return one entry for each factor, from one dimension for each."""
+        return tuple(f.shape_for((n,)) for f, n in one_for_each(self.factors, dimensions))
 
     def numel(self, shape: Any) -> int:
         """Return the sum over the factors."""
