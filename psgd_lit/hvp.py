@@ -77,10 +77,11 @@ def loss_and_gradient(
         raise
     return loss.detach().reshape(()), grads
 
-# %% ../nbs/04_hvp.ipynb #6e5c3a35
+# %% ../nbs/04_hvp.ipynb #702f4b6f
 _REFUSALS = re.compile(
     r"derivative for .* is not implemented"  # double backward through attention, cdist, cuDNN's RNN, ...
     r"|forward AD with .* does not support it"  # an operator without a forward formula
+    r"|ZeroTensors are immutable"  # torch's forward mode in mse_loss, which its other forms don't share
     r"|implement the jvp function"  # a torch.autograd.Function without one
     r"|does not currently support double backward"  # a compiled model
 )

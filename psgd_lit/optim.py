@@ -31,11 +31,13 @@ def period(update_every: int | str | Callable[[int], int], t: int) -> int:
         return max(len(str(t)) - 1, 1)  # the digits of t count its logarithm without rounding
     return int(update_every)
 
-# %% ../nbs/07_psgd.ipynb #c0c672aa
+# %% ../nbs/07_psgd.ipynb #9bc01996
 def draw_probes(params: Sequence[Tensor], seed: int, t: int) -> list[Tensor]:
     """Draw a standard normal probe for each parameter.
 
     The numbers depend on the seed, the iteration and the order of the parameters alone.
+    Generators use the last 32 bits of their seed, so seeds are spread over them by the golden ratio: runs of fewer than
+    a hundred seeds share no probe within their first ten million iterations.
 
     Args:
         params: the parameters, in their order in the optimizer.
@@ -47,7 +49,7 @@ def draw_probes(params: Sequence[Tensor], seed: int, t: int) -> list[Tensor]:
         streams.setdefault(p.device, []).append(p)
     probes: dict[Tensor, Tensor] = {}
     for device, members in streams.items():
-        source = torch.Generator(device).manual_seed((seed << 32) + t)
+        source = torch.Generator(device).manual_seed((seed * 0x9E3779B1 + t) % 2**32)
         flat = torch.randn(sum(p.numel() for p in members), device=device, generator=source)
         for p, piece in zip(members, torch.split(flat, [p.numel() for p in members]), strict=True):
             probes[p] = piece.view(p.shape).to(p.dtype)
@@ -187,7 +189,7 @@ def check_settings(settings: dict[str, Any], shared: dict[str, Any] | None) -> N
         if p.is_complex():
             raise ValueError("complex parameters are not supported: optimise torch.view_as_real of them")
 
-# %% ../nbs/07_psgd.ipynb #10771903
+# %% ../nbs/07_psgd.ipynb #bdddd5b2
 class PSGD(torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
@@ -302,6 +304,8 @@ class PSGD(torch.optim.Optimizer):
         head = self.param_groups[0]
         every = [p for group in self.param_groups for p in group["params"]]
         params = [p for p in every if p.requires_grad and (closure is not None or p.grad is not None)]
+        if not params:
+            return None
         probe = None
         if self.due:
             drawn = dict(zip(every, draw_probes(every, head["seed"], head["t"]), strict=True))

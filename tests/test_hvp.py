@@ -505,3 +505,12 @@ def test_other_errors_of_the_closure_pass_unchanged(name: str, error: Exception)
     with pytest.raises(type(error)) as caught:
         METHODS[name](loss, [x], [torch.ones_like(x)])
     assert caught.value is error
+
+
+def test_forward_mode_of_mse_loss_is_a_refusal_of_torchs():
+    """Torch's forward mode fails inside mse_loss; the error names the way out, and the formula itself works."""
+    x, y = torch.ones(3, requires_grad=True), torch.zeros(3)
+    with pytest.raises(SecondDerivativeError, match="hvp_exact, where only hvp_forward fails"):
+        hvp_forward(lambda: torch.nn.functional.mse_loss(x, y), [x], [torch.ones(3)])
+    product = hvp_forward(lambda: (x - y).square().mean(), [x], [torch.ones(3)]).product[0]
+    torch.testing.assert_close(product, torch.full((3,), 2 / 3))

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['normalization_slope', 'Normalization']
 
-# %% ../../nbs/groups/05_scan.ipynb #0b974c2d
+# %% ../../nbs/groups/05_scan.ipynb #901b6d18
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .protocol import Group, State, largest_entry
 
-# %% ../../nbs/groups/05_scan.ipynb #14675ee0
+# %% ../../nbs/groups/05_scan.ipynb #ee1a72c5
 def normalization_slope(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the diagonal and the last column of `a a^T - b b^T`, in O(n k) operations.
 
@@ -31,7 +31,7 @@ def normalization_slope(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     column = (total_above * difference_last + difference_above * total_last).sum(-1) / 2
     return (total * difference).sum(-1), column  # eq-normalization-slope
 
-# %% ../../nbs/groups/05_scan.ipynb #8abfc906
+# %% ../../nbs/groups/05_scan.ipynb #f46f99bb
 @dataclass(frozen=True)
 class Normalization(Group):
     """Matrices with a positive diagonal and a last column: a scale and a shift for each input of a layer.
