@@ -94,7 +94,7 @@ def test_units_and_offsets_of_the_features_do_not_matter(M, N, seed):
         V, G = normal(2, M, N, seed=seed + t)
         plain = SCAN.update(plain, V.reshape(-1, 1), G.reshape(-1, 1), lr=0.1)
         changed = SCAN.update(changed, (V @ inverse).reshape(-1, 1), (G @ T.T).reshape(-1, 1), lr=0.1)
-    expected = SCAN.matrix(plain) @ torch.kron(torch.eye(M), inverse)
+    expected = SCAN.matrix(plain) @ torch.kron(torch.eye(M).double(), inverse.contiguous())
     torch.testing.assert_close(SCAN.matrix(changed), expected, rtol=1e-7, atol=1e-9)
 
 

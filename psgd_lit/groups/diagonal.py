@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['Diagonal', 'running_rms', 'Equilibration']
 
-# %% ../../nbs/groups/03_diagonal.ipynb #ad34ee5a
+# %% ../../nbs/groups/03_diagonal.ipynb #cac787e2
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .protocol import Group, State, largest_entry
+from .protocol import Group, State, check_step_size, largest_entry
 
 # %% ../../nbs/groups/03_diagonal.ipynb #7dc12550
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def running_rms(rms: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     columns = ((weight / x.shape[-1]).sqrt()[..., None] * x).unbind(-1)
     return reduce(torch.hypot, columns, (1 - weight).sqrt() * rms)  # eq-running-rms
 
-# %% ../../nbs/groups/03_diagonal.ipynb #5152b2f0
+# %% ../../nbs/groups/03_diagonal.ipynb #dc1a0042
 @dataclass(frozen=True)
 class Equilibration(Diagonal):
     """Diagonal matrices learned in closed form, `P = diag(sqrt(E[v v] / E[h h]))`: equilibrated SGD.
@@ -157,8 +157,7 @@ class Equilibration(Diagonal):
         Raises:
             ValueError: if a number `lr` is outside (0, 1).
         """
-        if not isinstance(lr, Tensor) and not 0 < lr < 1:
-            raise ValueError(f"the step size of a preconditioner lies in (0, 1), and {lr} does not")
+        check_step_size(lr)
         rms_v, rms_h, count = Q
         finite = largest_entry((v, h), v.dim() - 2).isfinite()
         learns = finite[..., None] & (h != 0).any(-1)

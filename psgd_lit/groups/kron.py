@@ -31,7 +31,7 @@ def unfold(x: Tensor, sizes: Sequence[int], i: int) -> Tensor:
     batch_dims = x.dim() - 2
     return torch.unflatten(x, -2, sizes).movedim(batch_dims + i, batch_dims).flatten(batch_dims + 1)
 
-# %% ../../nbs/groups/04_kron.ipynb #dcc7bc61
+# %% ../../nbs/groups/04_kron.ipynb #7e7ba2c8
 def act_along(action: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int], i: int) -> Tensor:
     """Apply an action on columns to dimension i of a block stored as vectors.
 
@@ -45,8 +45,7 @@ def act_along(action: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int
         The block after the action, shape `(*batch, n, k)`.
     """
     batch_dims, k = x.dim() - 2, x.shape[-1]
-    others = (*sizes[:i], *sizes[i + 1 :])
-    acted = torch.unflatten(action(unfold(x, sizes, i)), -1, (*others, k))
+    acted = torch.unflatten(action(unfold(x, sizes, i)), -1, (*sizes[:i], *sizes[i + 1 :], k))
     return acted.movedim(batch_dims, batch_dims + i).flatten(batch_dims, -2)
 
 # %% ../../nbs/groups/04_kron.ipynb #7c6aa385
@@ -70,7 +69,7 @@ def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     near = torch.exp2(exponent.to(dtype) + 0.5)
     return near / (2 * torch.frexp(near).mantissa)
 
-# %% ../../nbs/groups/04_kron.ipynb #ec9900d5
+# %% ../../nbs/groups/04_kron.ipynb #8b1545c9
 def one_for_each(members: Sequence[Group], shape: Any) -> list[tuple[Group, Any]]:
     """Return each factor or part with its entry of the shape.
 
@@ -78,11 +77,10 @@ def one_for_each(members: Sequence[Group], shape: Any) -> list[tuple[Group, Any]
         ValueError: if the shape is not a sequence of as many entries.
     """
     if not isinstance(shape, Sequence) or len(shape) != len(members):
-        count = "1 entry" if len(members) == 1 else f"{len(members)} entries"
-        raise ValueError(f"{shape!r} does not fit {list(members)}: a shape of {count} is needed, one for each")
+        raise ValueError(f"{shape!r} does not fit {list(members)}: a shape has one entry for each")
     return list(zip(members, shape, strict=True))
 
-# %% ../../nbs/groups/04_kron.ipynb #c272051e
+# %% ../../nbs/groups/04_kron.ipynb #2b7f92fd
 @dataclass(frozen=True, init=False, repr=False)
 class Kron(Group):
     """Kronecker products of matrices of any groups, one for each dimension of a block.
@@ -96,8 +94,6 @@ class Kron(Group):
     Example:
         >>> from psgd_lit.groups.triangular import Triangular
         >>> group = Kron(Triangular(), Triangular())
-        >>> group
-        Kron(Triangular(), Triangular())
         >>> group.numel((100, 100))
         10100
         >>> Q = group.init((2, 3))
