@@ -190,9 +190,12 @@ def code_lines(cell: Cell, node: Definition) -> int:
 
 
 def beats(page: Page, book: list[Page]) -> Iterator[str]:
-    """An export cell defines one function or class, and text or a check stands before the next."""
+    """An export cell defines one function or class, and text or a check stands before the next.
+
+    A class that is nothing but a name and a docstring, as an exception is, may stand beside the code that raises it.
+    """
     for cell in page.code:
-        names = {node.name for node in definitions(cell)}
+        names = {node.name for node in definitions(cell) if not isinstance(node, ast.ClassDef) or len(node.body) > 1}
         if len(names) > 1:
             yield f"{cell}: {len(names)} definitions in one export cell ({', '.join(sorted(names))})"
         if names and any(definitions(following) for following in page.after(cell, 1)):

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['bordered_difference', 'Bordered', 'power_below', 'SparseLU']
 
-# %% ../../nbs/groups/06_sparse_lu.ipynb #a3aa3daa
+# %% ../../nbs/groups/06_sparse_lu.ipynb #901b6d18
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .protocol import Group, State, largest_entry
 
-# %% ../../nbs/groups/06_sparse_lu.ipynb #1be25bc1
+# %% ../../nbs/groups/06_sparse_lu.ipynb #b222eea5
 def bordered_difference(x: Tensor, p: Tensor, y: Tensor, q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return `x p^T - y q^T` in the lower triangle of the first columns, and on the rest of the diagonal.
 
@@ -27,7 +27,7 @@ def bordered_difference(x: Tensor, p: Tensor, y: Tensor, q: Tensor, rank: int) -
     u, w = torch.cat([x + y, x - y], -1) / 2, torch.cat([p - q, p + q], -1)  # eq-splu-difference
     return (u @ w[..., :r, :].mT).tril(), (u * w)[..., r:, :].sum(-1)
 
-# %% ../../nbs/groups/06_sparse_lu.ipynb #68792539
+# %% ../../nbs/groups/06_sparse_lu.ipynb #1684b7b3
 @dataclass(frozen=True)
 class Bordered(Group):
     """Lower triangular matrices with a positive diagonal, zero below it except in the first `rank` columns.
@@ -125,12 +125,12 @@ class Bordered(Group):
         rest = torch.nn.functional.pad(torch.diag_embed(Q[1]), (0, 0, Q[0].shape[-1], 0))
         return torch.cat([Q[0], rest], -1)
 
-# %% ../../nbs/groups/06_sparse_lu.ipynb #ac1ef275
+# %% ../../nbs/groups/06_sparse_lu.ipynb #88fe27d0
 def power_below(x: Tensor) -> Tensor:
     """Return the largest power of two that is not above x, for positive finite x."""
     return x / (2 * torch.frexp(x).mantissa)
 
-# %% ../../nbs/groups/06_sparse_lu.ipynb #ffa6be98
+# %% ../../nbs/groups/06_sparse_lu.ipynb #06a7772f
 @dataclass(frozen=True)
 class SparseLU(Group):
     """Products `Q = L U` of two sparse triangular matrices with positive diagonals.
