@@ -1,4 +1,4 @@
-"""What the group of normalizations and SCAN keep beyond what tests/test_groups.py asks of every group."""
+"""What normalizations and SCAN keep beyond what tests/test_groups.py asks of every group, and feature normalisation."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from psgd_lit.features import normalization_of
 from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.normalization import Normalization, normalization_slope
@@ -105,3 +106,40 @@ def test_fresh_state(dtype, N):
     assert (d.shape, c.shape) == ((3, N), (3, max(N - 1, 0)))
     assert d.dtype == c.dtype == dtype
     assert sum(part[0].numel() for part in (d, c)) == GROUP.numel(N)
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 0)], ids=str)
+@pytest.mark.parametrize("features", [0, 1, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-12)], ids=str)
+def test_normalization_of_equals_batch_normalisation(batch, features, dtype, tolerance):
+    x = 3 + 2 * normal(*batch, 50, features, seed=0, dtype=dtype)
+    constant = torch.ones(*batch, 50, 1, dtype=dtype)
+    after = GROUP.apply(normalization_of(x, eps=1e-3), torch.cat([x, constant], -1).mT).mT
+    expected = torch.cat([torch.nn.functional.layer_norm(x.mT, (50,), eps=1e-3).mT, constant], -1)
+    torch.testing.assert_close(after, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_constant_feature_needs_eps():
+    x = torch.ones(5, 2, dtype=torch.float64)
+    assert not normalization_of(x)[0][0].isfinite()
+    assert all(part.isfinite().all() for part in normalization_of(x, eps=1e-5))
+
+
+@few
+@given(M=st.sampled_from([1, 3]), N=st.sampled_from([1, 2, 5]), seed=SEEDS)
+def test_psgd_follows_sgd_on_transformed_features(M, N, seed):
+    """Theta' = Q1^-T Theta Q2^-1 with x' = Q2 x and y = Q1^T y', through a tanh, ten steps."""
+    Q = learned(SCAN, (M, N), (), seed)
+    Q1, Q2 = (factor.matrix(q) for factor, q in zip(SCAN.factors, Q, strict=True))
+    x, target = normal(20, N, seed=seed), normal(20, M, seed=seed + 1)
+    old = normal(M, N, seed=seed + 2).requires_grad_()
+    new = SCAN.solve_t(Q, old.detach().reshape(-1, 1)).reshape(M, N).requires_grad_()
+    sgd = torch.optim.SGD([new], lr=0.01)
+    for _ in range(10):
+        (G,) = torch.autograd.grad((torch.tanh(x @ old.T) - target).square().mean(), old)
+        sgd.zero_grad()
+        (torch.tanh((x @ Q2.T) @ new.T @ Q1) - target).square().mean().backward()
+        sgd.step()
+        with torch.no_grad():
+            old -= 0.01 * SCAN.precondition(Q, G.reshape(-1, 1)).reshape(M, N)
+    torch.testing.assert_close(Q1.T @ new @ Q2, old, rtol=1e-9, atol=1e-9)

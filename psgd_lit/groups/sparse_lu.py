@@ -130,7 +130,7 @@ def power_below(x: Tensor) -> Tensor:
     """Return the largest power of two that is not above x, for positive finite x."""
     return x / (2 * torch.frexp(x).mantissa)
 
-# %% ../../nbs/groups/06_sparse_lu.ipynb #06a7772f
+# %% ../../nbs/groups/06_sparse_lu.ipynb #a5f49f69
 @dataclass(frozen=True)
 class SparseLU(Group):
     """Products `Q = L U` of two sparse triangular matrices with positive diagonals.
@@ -198,8 +198,13 @@ class SparseLU(Group):
         return (self.half.slope(Q[0], a, b), E_U)  # eq-splu-slopes
 
     def descent(self, E: State, lr: float | Tensor, batch_dims: int) -> State:
-        """Return the descents of L and of U^T, each with a maximum of its own."""
-        return tuple(self.half.descent(e, lr, batch_dims) for e in E)
+        """Return the descents of L and of U^T, each with a maximum of its own; one that overflows is zero."""
+        steps = [self.half.descent(e, lr, batch_dims) for e in E]
+        finite = [largest_entry(e, batch_dims).isfinite() for e in E]
+        return tuple(
+            (torch.where(f[..., None, None], columns, 0.0), torch.where(f[..., None], rest, 0.0))
+            for f, (columns, rest) in zip(finite, steps, strict=True)
+        )
 
     def move(self, Q: State, E: State) -> State:
         """Return `(I + E_L) L` and `U (I + E_U)`."""

@@ -1,0 +1,178 @@
+"""Check and measure the library on a CUDA machine that has torch and nothing else: `make gpu`.
+
+Each result is written to `nbs/results/gpu.json` as soon as it is there, the most important first.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from psgd_lit.blocks import Bucket, blocks_of, leaves, map_leaves  # noqa: E402
+from psgd_lit.groups.diagonal import Diagonal, Equilibration  # noqa: E402
+from psgd_lit.groups.kron import Kron  # noqa: E402
+from psgd_lit.groups.normalization import Normalization  # noqa: E402
+from psgd_lit.groups.protocol import Group  # noqa: E402
+from psgd_lit.groups.sparse_lu import SparseLU  # noqa: E402
+from psgd_lit.groups.triangular import Triangular  # noqa: E402
+from psgd_lit.optim import PSGD  # noqa: E402
+
+GROUPS: list[tuple[Group, Any]] = [
+    (Triangular(), 96),
+    (Diagonal(), 96),
+    (Equilibration(), 96),
+    (SparseLU(10), 96),
+    (Kron(Triangular(), Triangular()), (8, 12)),
+    (Kron(Diagonal(), Normalization()), (8, 12)),
+]
+
+
+@contextmanager
+def no_synchronisation(device: str) -> Any:
+    """Raise if the host waits for the device."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def seconds(call: Callable[[], Any], device: str, repeats: int) -> float:
+    """The median time of a call, with the device's work included."""
+    times = []
+    for _ in range(repeats + 2):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def groups_agree(device: str) -> dict[str, float]:
+    """The largest relative difference between host and device after 20 updates, without a synchronisation."""
+    differences = {}
+    for group, shape in GROUPS:
+        source = torch.Generator().manual_seed(0)
+        here, there = group.init(shape, (3,)), group.init(shape, (3,), device=device)
+        pairs = torch.randn(20, 2, 3, 96, 1, generator=source)
+        moved = pairs.to(device)
+        for (v, h), (v_there, h_there) in zip(pairs, moved, strict=True):
+            here = group.update(here, v, h, lr=0.1)
+            with no_synchronisation(device):
+                there = group.update(there, v_there, h_there, lr=0.1)
+        assert all(leaf.device.type == device for leaf in leaves(there))
+        one, other = group.matrix(here), group.matrix(map_leaves(lambda leaf: leaf.cpu(), there))
+        differences[repr(group)] = float((one - other).norm() / one.norm())
+        assert differences[repr(group)] < 1e-3, (group, differences)
+    return differences
+
+
+def network(width: int, depth: int, device: str) -> nn.Module:
+    """A tanh network of square layers."""
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*layers).to(device)
+
+
+def optimizer_steps(device: str, width: int, depth: int, repeats: int) -> dict[str, float]:
+    """Seconds of a step, by method, on one network; PSGD's steps without a synchronisation."""
+    source = torch.Generator(device).manual_seed(0)
+    x = torch.randn(128, width, device=device, generator=source)
+    times = {}
+    methods: dict[str, Any] = {"sgd": None, "kron": {}, "kron, not due": {"update_every": 10**9}}
+    methods["esgd"] = {"preconditioner": "esgd"}
+    for name, settings in methods.items():
+        net = network(width, depth, device)
+
+        def loss(net: nn.Module = net) -> Tensor:
+            return net(x).square().mean()
+
+        if settings is None:
+            sgd = torch.optim.SGD(net.parameters(), lr=0.01)
+
+            def call(net: nn.Module = net, sgd: torch.optim.SGD = sgd, loss: Callable[[], Tensor] = loss) -> None:
+                sgd.zero_grad()
+                loss().backward()
+                sgd.step()
+        else:
+            psgd = PSGD(net.parameters(), lr=0.01, **settings)
+            psgd.step(loss)
+
+            def call(psgd: PSGD = psgd, loss: Callable[[], Tensor] = loss) -> None:
+                with no_synchronisation(device):
+                    psgd.step(loss)
+
+        times[name] = seconds(call, device, repeats)
+    return times
+
+
+def triangular_steps(device: str, sizes: list[int], repeats: int) -> dict[str, dict[str, float]]:
+    """Seconds of one dense update, by the running sum and by the plain product."""
+    group, times = Triangular(), {}
+    for n in sizes:
+        Q = group.init(n, device=device)
+        source = torch.Generator(device).manual_seed(0)
+        a, b = torch.randn(2, n, 1, device=device, generator=source)
+        times[str(n)] = {
+            "running sum": seconds(lambda Q=Q, a=a, b=b: group.relative_step(Q, a, b, 0.01), device, repeats),
+            "plain": seconds(lambda Q=Q, a=a, b=b: Group.relative_step(group, Q, a, b, 0.01), device, repeats),
+        }
+    return times
+
+
+def bucket_steps(device: str, width: int, depth: int, repeats: int) -> dict[str, float]:
+    """Seconds of one update of many equal blocks, in one bucket and in one bucket each."""
+    params = [torch.zeros(width, width, device=device) for _ in range(depth)]
+    blocks = blocks_of("kron", params)
+    source = torch.Generator(device).manual_seed(0)
+    v = {p: torch.randn(width, width, device=device, generator=source) for p in params}
+    together, alone = Bucket(blocks, 1.0, [None] * depth), [Bucket([block], 1.0, [None]) for block in blocks]
+    return {
+        "one bucket": seconds(lambda: together.fit(v, v, 0.01), device, repeats),
+        "a bucket each": seconds(lambda: [bucket.fit(v, v, 0.01) for bucket in alone], device, repeats),
+    }
+
+
+def main() -> None:
+    """Run all checks on the device that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--out", type=Path, default=ROOT / "nbs" / "results" / "gpu.json")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to try the script itself")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device: nothing was measured (try the script with --device cpu --quick --out FILE)")
+    device, repeats = options.device, 2 if options.quick else 20
+    width, depth, sizes = (16, 3, [128]) if options.quick else (256, 16, [1000, 2000, 4000, 7591])
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    results: dict[str, Any] = {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for key, run in {
+        "groups agree with the host": lambda: groups_agree(device),
+        "seconds a step": lambda: optimizer_steps(device, width, depth, repeats),
+        "seconds a dense update": lambda: triangular_steps(device, sizes, min(repeats, 5)),
+        "seconds an update of many blocks": lambda: bucket_steps(device, width, depth, repeats),
+    }.items():
+        results[key] = run()
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{key}: {json.dumps(results[key])}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
