@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .groups.protocol import State
 
-# %% ../nbs/08_feature_normalisation.ipynb #34f10599
+# %% ../nbs/08_feature_normalisation.ipynb #f638754c
 def normalization_of(features: Tensor, eps: float = 0.0) -> State:
     """Return the matrix that normalises features, as a state of `Normalization`.
 
@@ -27,6 +27,6 @@ def normalization_of(features: Tensor, eps: float = 0.0) -> State:
     Source: Li 2018, section IV.B, equation (20).
     """
     mean = features.mean(-2)
-    scale = (features.var(-2, correction=0) + eps).rsqrt()
+    scale = ((features - mean[..., None, :]).square().mean(-2) + eps).rsqrt()
     one = scale.new_ones(*scale.shape[:-1], 1)
     return torch.cat([scale, one], -1), -mean * scale  # eq-batch-normalisation

@@ -15,11 +15,13 @@ from gates import LIBRARY, NBS, ROOT, report
 FLOORS = {
     "": 3,
     "affine": 1,
+    "blocks": 1,
     "buckets": 1,
     "choose": 1,
     "criterion": None,
     "damping": 0,
     "experiments": 3,
+    "features": 1,
     "groups": 0,
     "groups.diagonal": 0,
     "groups.direct_sum": 0,
@@ -42,6 +44,9 @@ THIRD_PARTY = {"viz": {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy"}}
 """What a module imports beside the standard library and torch."""
 
 HANDWRITTEN = {"__init__.py", "py.typed"}
+
+DATA = {"mnist_mini"}
+"""Folders of data that the package ships."""
 
 
 def module_name(path: Path, package: Path) -> str:
@@ -69,7 +74,7 @@ def export(root: Path) -> Path:
 
 def files(package: Path) -> dict[Path, bytes]:
     """The files of a package and what they hold."""
-    paths = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    paths = [path for path in package.rglob("*") if path.is_file() and not {"__pycache__", *DATA} & {*path.parts}]
     return {path.relative_to(package): path.read_bytes() for path in sorted(paths)}
 
 
