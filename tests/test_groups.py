@@ -16,7 +16,7 @@ from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.normalization import Normalization
 from psgd_lit.groups.protocol import Group, State
-from psgd_lit.groups.sparse_lu import SparseLU
+from psgd_lit.groups.sparse_lu import Bordered, SparseLU
 from psgd_lit.groups.triangular import Triangular
 
 GROUPS: list[Group] = [
@@ -26,6 +26,8 @@ GROUPS: list[Group] = [
     SparseLU(0),
     SparseLU(2),
     SparseLU(10),
+    SparseLU(200),
+    Bordered(2),
     Kron(Triangular()),
     Kron(Triangular(), Triangular()),
     Kron(Diagonal(), Normalization()),

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['read_idx', 'Digits', 'load_digits']
 
-# %% ../../nbs/experiments/02_digits.ipynb #6b1eeee8
+# %% ../../nbs/experiments/02_digits.ipynb #af0dfe93
 import gzip
 import math
 import struct
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# %% ../../nbs/experiments/02_digits.ipynb #7e457b3b
+# %% ../../nbs/experiments/02_digits.ipynb #b0d64505
 def read_idx(path: Path | Traversable) -> Tensor:
     """Read a gzipped array of bytes in MNIST's idx format.
 
@@ -35,16 +35,16 @@ def read_idx(path: Path | Traversable) -> Tensor:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not a complete gzip file: {error}") from error
     if len(data) < 4 or data[:3] != b"\x00\x00\x08":  # two zeros, and the code for unsigned bytes
-        raise ValueError(f"{path} should start like an idx file of bytes, with 000008, not {data[:3].hex() or 'end'}")
+        raise ValueError(f"{path} should start like an idx file of bytes, with 000008, not with {data[:3].hex()!r}")
     start = 4 + 4 * data[3]
     if len(data) < start:
         raise ValueError(f"{path} declares {data[3]} dimensions, and ends before it gives them")
     shape = struct.unpack(f">{data[3]}I", data[4:start])
     if len(data) - start != math.prod(shape):
-        raise ValueError(f"{path} declares the shape {shape}, which is not that of its {len(data) - start} bytes")
+        raise ValueError(f"{path} declares the shape {shape}, which does not hold its {len(data) - start} bytes")
     return torch.frombuffer(data, dtype=torch.uint8)[start:].view(shape)
 
-# %% ../../nbs/experiments/02_digits.ipynb #66bbe009
+# %% ../../nbs/experiments/02_digits.ipynb #6f5cfca0
 class Digits(NamedTuple):
     """Images of handwritten digits and what they show.
 
@@ -60,7 +60,7 @@ class Digits(NamedTuple):
     x_test: Tensor
     y_test: Tensor
 
-# %% ../../nbs/experiments/02_digits.ipynb #2b8e62cf
+# %% ../../nbs/experiments/02_digits.ipynb #6d8095a8
 def load_digits(*, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Digits:
     """Load the part of MNIST that the package brings: 200 training and 50 test images of each digit.
 

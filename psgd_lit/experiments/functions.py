@@ -4,7 +4,7 @@
 __all__ = ['HELICAL_VALLEY', 'WOOD', 'BEALE', 'BROWN_BADLY_SCALED', 'POWELL_SINGULAR', 'VARIABLY_DIMENSIONED', 'TRIGONOMETRIC',
            'BROYDEN_TRIDIAGONAL', 'MORE_GARBOW_HILLSTROM', 'SumOfSquares', 'extended_rosenbrock']
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #8a8ae04d
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #484df1ec
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #c7c19713
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #1a8693ee
 @dataclass(frozen=True)
 class SumOfSquares:
     """A test function for optimizers: a sum of squared residuals whose global minimum is zero.
@@ -37,7 +37,7 @@ class SumOfSquares:
         """Return the values at points `x`."""
         return self.residuals(x).square().sum(-1)  # eq-sum-of-squares
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #fd52ba76
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #e4400f4f
 def extended_rosenbrock(n: int = 2) -> SumOfSquares:
     """Return Rosenbrock's function, summed over `n / 2` separate pairs of coordinates.
 
@@ -55,7 +55,7 @@ def extended_rosenbrock(n: int = 2) -> SumOfSquares:
 
     return SumOfSquares("extended Rosenbrock", residuals, (-1.2, 1.0) * (n // 2), (1.0,) * n)
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #4a4b8107
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #7595a8f6
 def _helical_valley(x: Tensor) -> Tensor:
     """Residuals of problem 7."""
     x1, x2, x3 = x.unbind(-1)
@@ -66,7 +66,7 @@ def _helical_valley(x: Tensor) -> Tensor:
 
 HELICAL_VALLEY = SumOfSquares("helical valley", _helical_valley, (-1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #9e792cdc
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #fea9d793
 def _wood(x: Tensor) -> Tensor:
     """Residuals of problem 14."""
     x1, x2, x3, x4 = x.unbind(-1)
@@ -76,7 +76,7 @@ def _wood(x: Tensor) -> Tensor:
 
 WOOD = SumOfSquares("Wood", _wood, (-3.0, -1.0, -3.0, -1.0), (1.0,) * 4)
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #47c75f77
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #54a6b2a1
 def _beale(x: Tensor) -> Tensor:
     """Residuals of problem 5."""
     y = torch.tensor([1.5, 2.25, 2.625], dtype=x.dtype, device=x.device)
@@ -86,7 +86,7 @@ def _beale(x: Tensor) -> Tensor:
 
 BEALE = SumOfSquares("Beale", _beale, (1.0, 1.0), (3.0, 0.5))
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #cf76df9f
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #ae06ebfb
 def _brown_badly_scaled(x: Tensor) -> Tensor:
     """Residuals of problem 4."""
     x1, x2 = x.unbind(-1)
@@ -95,7 +95,7 @@ def _brown_badly_scaled(x: Tensor) -> Tensor:
 
 BROWN_BADLY_SCALED = SumOfSquares("Brown badly scaled", _brown_badly_scaled, (1.0, 1.0), (1e6, 2e-6))
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #cf4393f7
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #878f78b1
 def _powell_singular(x: Tensor) -> Tensor:
     """Residuals of problem 13."""
     x1, x2, x3, x4 = x.unbind(-1)
@@ -105,7 +105,7 @@ def _powell_singular(x: Tensor) -> Tensor:
 
 POWELL_SINGULAR = SumOfSquares("Powell singular", _powell_singular, (3.0, -1.0, 0.0, 1.0), (0.0,) * 4)
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #b05eab2b
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #0e1ac499
 def _variably_dimensioned(x: Tensor) -> Tensor:
     """Residuals of problem 25."""
     j = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
@@ -117,7 +117,7 @@ VARIABLY_DIMENSIONED = SumOfSquares(
     "variably dimensioned", _variably_dimensioned, tuple(1 - j / 10 for j in range(1, 11)), (1.0,) * 10
 )
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #ed8a090a
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #f30e05cd
 def _trigonometric(x: Tensor) -> Tensor:
     """Residuals of problem 26."""
     i = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
@@ -127,7 +127,7 @@ def _trigonometric(x: Tensor) -> Tensor:
 
 TRIGONOMETRIC = SumOfSquares("trigonometric", _trigonometric, (0.1,) * 10, (0.0,) * 10)
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #83a29ff1
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #58f2bb4b
 def _broyden_tridiagonal(x: Tensor) -> Tensor:
     """Residuals of problem 30."""
     padded = torch.nn.functional.pad(x, (1, 1))
@@ -136,7 +136,7 @@ def _broyden_tridiagonal(x: Tensor) -> Tensor:
 
 BROYDEN_TRIDIAGONAL = SumOfSquares("Broyden tridiagonal", _broyden_tridiagonal, (-1.0,) * 10)
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #c35eb9a4
+# problems 4, 5, 7, 13, 14, 25, 26 and 30 of the collection, the last three in ten dimensions
 MORE_GARBOW_HILLSTROM = (
     BROWN_BADLY_SCALED,
     BEALE,
@@ -147,4 +147,3 @@ MORE_GARBOW_HILLSTROM = (
     TRIGONOMETRIC,
     BROYDEN_TRIDIAGONAL,
 )
-"""Problems 4, 5, 7, 13, 14, 25, 26 and 30 of Moré, Garbow and Hillstrom 1981, the last three in ten dimensions."""
