@@ -4,7 +4,7 @@
 __all__ = ['HVP', 'period', 'draw_probes', 'Derivatives', 'stored_derivatives', 'closure_derivatives', 'clip_factor', 'average',
            'check_settings', 'PSGD']
 
-# %% ../nbs/07_psgd.ipynb #13178479
+# %% ../nbs/07_psgd.ipynb #92ce56c1
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import Bucket, Preconditioner, blocks_of, buckets_of, describe_blocks, map_leaves
+from .blocks import Bucket, Preconditioner, blocks_of, buckets_of, describe_blocks, map_leaves, state_dtype
 from .hvp import differentiate_gradient, hvp_approx, hvp_exact, hvp_forward, loss_and_gradient
 
 # %% ../nbs/07_psgd.ipynb #deed8390
@@ -138,13 +138,14 @@ def closure_derivatives(
         return stored_derivatives(params, probe, hvp)._replace(loss=loss.detach())
     return Derivatives(*hvp_exact(lambda: loss, params, probe))
 
-# %% ../nbs/07_psgd.ipynb #911168e1
+# %% ../nbs/07_psgd.ipynb #d6091bc7
 def clip_factor(tensors: Sequence[Tensor], max_norm: float) -> Tensor:
     """Return `min(1, max_norm / norm)` for the norm of all tensors together.
 
     Source: Li 2018, section III.C.3, equation (14).
     """
-    norms = torch.stack([norm.float().to(tensors[0].device) for norm in torch._foreach_norm(list(tensors))])
+    dtype, device = state_dtype(tensors), tensors[0].device
+    norms = torch.stack([norm.to(device, dtype) for norm in torch._foreach_norm(list(tensors))])
     factor: Tensor = (max_norm / torch.linalg.vector_norm(norms)).clamp(max=1.0)  # eq-clip
     return factor
 

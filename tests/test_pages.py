@@ -82,6 +82,7 @@ def local_file(path: Path, address: str) -> Path | None:
     return (path.parent / unquote(parts.path)).resolve() if parts.path else path
 
 
+@cache
 def anchors(path: Path) -> set[str]:
     """The places on a page that a link can lead to."""
     return {value(tag, key) for tag in soup_of(path).find_all(True) for key in ("id", "name") if tag.has_attr(key)}

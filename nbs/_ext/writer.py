@@ -64,7 +64,8 @@ def canonical(notebook: Any) -> str:
             cell.outputs = [canonical_output(output) for output in cell.outputs]
     notebook.metadata = KERNEL
     notebook.nbformat, notebook.nbformat_minor = 4, 5
-    return nbformat.writes(notebook, indent=1).rstrip("\n") + "\n"
+    text: str = nbformat.writes(notebook, indent=1)
+    return text.rstrip("\n") + "\n"
 
 
 def execute(path: Path) -> str:

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['read_idx', 'Digits', 'load_digits']
 
-# %% ../../nbs/experiments/02_digits.ipynb #af0dfe93
+# %% ../../nbs/experiments/02_digits.ipynb #6b1eeee8
 import gzip
 import math
 import struct
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# %% ../../nbs/experiments/02_digits.ipynb #b0d64505
+# %% ../../nbs/experiments/02_digits.ipynb #0ce4e9f2
 def read_idx(path: Path | Traversable) -> Tensor:
     """Read a gzipped array of bytes in MNIST's idx format.
 
@@ -44,7 +44,7 @@ def read_idx(path: Path | Traversable) -> Tensor:
         raise ValueError(f"{path} declares the shape {shape}, which does not hold its {len(data) - start} bytes")
     return torch.frombuffer(data, dtype=torch.uint8)[start:].view(shape)
 
-# %% ../../nbs/experiments/02_digits.ipynb #6f5cfca0
+# %% ../../nbs/experiments/02_digits.ipynb #66bbe009
 class Digits(NamedTuple):
     """Images of handwritten digits and what they show.
 
@@ -60,7 +60,7 @@ class Digits(NamedTuple):
     x_test: Tensor
     y_test: Tensor
 
-# %% ../../nbs/experiments/02_digits.ipynb #6d8095a8
+# %% ../../nbs/experiments/02_digits.ipynb #2b8e62cf
 def load_digits(*, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Digits:
     """Load the part of MNIST that the package brings: 200 training and 50 test images of each digit.
 
