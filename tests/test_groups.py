@@ -13,6 +13,7 @@ from torch import Tensor
 
 from psgd_lit.blocks import leaves, map_leaves
 from psgd_lit.groups.diagonal import Diagonal
+from psgd_lit.groups.direct_sum import DirectSum
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.normalization import Normalization
 from psgd_lit.groups.protocol import Group, State
@@ -32,6 +33,8 @@ GROUPS: list[Group] = [
     Kron(Triangular(), Triangular()),
     Kron(Diagonal(), Normalization()),
     Kron(Triangular(), Kron(Diagonal(), SparseLU(1))),
+    DirectSum(Triangular(), Diagonal()),
+    Kron(DirectSum(Triangular(), Normalization()), Diagonal()),
 ]
 EVERY_GROUP = pytest.mark.parametrize("group", GROUPS, ids=repr)
 SIZES = st.sampled_from([0, 1, 2, 3, 7, 64, 65, 130])
@@ -50,9 +53,9 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def shape_of(group: Group, n: int) -> Any:
-    """A shape of size n for a group: an int, or n split into one entry for each factor."""
+    """A shape of size n for a group: an int, or n divided over the factors, or cut into the parts."""
     if not isinstance(group, Kron):
-        return n
+        return group.shape_for((n,))
     sizes = []
     for _ in group.factors[1:]:
         sizes.append(max((d for d in range(1, math.isqrt(n) + 1) if n % d == 0), default=2))
@@ -79,6 +82,8 @@ def diagonals(group: Group, Q: State) -> list[Tensor]:
     """The diagonals that keep Q in its group as long as they are positive."""
     if isinstance(group, Kron):
         return [d for factor, q in zip(group.factors, Q, strict=True) for d in diagonals(factor, q)]
+    if isinstance(group, DirectSum):
+        return [d for part, q in zip(group.parts, Q, strict=True) for d in diagonals(part, q)]
     if isinstance(group, SparseLU):
         return [group.half.matrix(q).diagonal(dim1=-2, dim2=-1) for q in Q]
     return [group.matrix(Q).diagonal(dim1=-2, dim2=-1)]

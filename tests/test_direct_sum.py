@@ -1,0 +1,324 @@
+"""Direct sums of any groups, nested with products up to three deep, with empty pieces, against the dense matrix."""
+
+import copy
+import dataclasses
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from psgd_lit.blocks import leaves, map_leaves
+from psgd_lit.groups.diagonal import Diagonal
+from psgd_lit.groups.direct_sum import DirectSum, block_diagonal, even_pieces
+from psgd_lit.groups.kron import Kron
+from psgd_lit.groups.normalization import Normalization
+from psgd_lit.groups.protocol import Group, State
+from psgd_lit.groups.sparse_lu import SparseLU
+from psgd_lit.groups.triangular import Triangular
+
+T, D = Triangular(), Diagonal()
+ELEMENTARY: list[Group] = [T, D, Normalization(), SparseLU(0), SparseLU(1)]
+BATCHES = st.sampled_from([(), (1,), (3,), (2, 2), (0,)])
+COLUMNS = st.sampled_from([0, 1, 2, 5])
+DTYPES = st.sampled_from([torch.float32, torch.float64])
+SEEDS = st.integers(0, 2**20)
+some = settings(max_examples=60, deadline=None, derandomize=True)
+LARGEST = 4
+"""The largest size of an elementary group in a nesting."""
+
+
+@st.composite
+def nestings(draw: st.DrawFn, depth: int, smallest: int) -> tuple[Group, Any]:
+    """A group and a shape for it: sums of one to three parts and products of one or two factors."""
+    combinator = draw(st.sampled_from([DirectSum, Kron, None])) if depth else None
+    if combinator is None:
+        return draw(st.sampled_from(ELEMENTARY)), draw(st.integers(smallest, LARGEST))
+    order = draw(st.integers(1, 3 if combinator is DirectSum else 2))
+    groups, shape = zip(*(draw(nestings(depth - 1, smallest)) for _ in range(order)), strict=True)
+    return combinator(*groups), shape
+
+
+@st.composite
+def sums(draw: st.DrawFn, smallest: int = 0) -> tuple[Group, Any]:
+    """A direct sum at most three deep, alone or as a factor, and a shape for it."""
+    parts = [draw(nestings(draw(st.integers(0, 1)), smallest)) for _ in range(draw(st.integers(1, 3)))]
+    groups, shape = zip(*parts, strict=True)
+    group: Group = DirectSum(*groups)
+    other, size = draw(nestings(0, smallest))
+    wraps = [(group, shape), (Kron(group, other), (shape, size)), (Kron(other, group), (size, shape))]
+    return draw(st.sampled_from([*wraps, (DirectSum(other, group), (size, shape))]))
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def size_of(group: Group, shape: Any) -> int:
+    return group.size(group.init(shape, device="meta"))
+
+
+def learned(
+    group: Group, shape: Any, batch: tuple[int, ...] = (), seed: int = 0, dtype: torch.dtype = torch.float64
+) -> State:
+    """A state away from the identity: where ten bold steps on random pairs lead."""
+    Q = group.init(shape, batch, dtype=dtype)
+    for t in range(10):
+        v, h = normal(2, *batch, group.size(Q), 1, seed=seed + t, dtype=dtype)
+        Q = group.update(Q, v, h, lr=0.1)
+    return Q
+
+
+def same_bits(one: State, other: State) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(leaves(one), leaves(other), strict=True))
+
+
+def dense(group: Group, Q: State) -> Tensor:
+    """The matrix of an unbatched state, by torch.kron and torch.block_diag."""
+    if isinstance(group, Kron):
+        matrix = torch.ones(1, 1, dtype=leaves(Q)[0].dtype)
+        for factor, q in zip(group.factors, Q, strict=True):
+            matrix = torch.kron(matrix, dense(factor, q))
+        return matrix
+    if isinstance(group, DirectSum):
+        return torch.block_diag(*(dense(p, q) for p, q in zip(group.parts, Q, strict=True)))
+    return group.matrix(Q)
+
+
+def pair_criterion(Q: Tensor, v: Tensor, h: Tensor) -> Tensor:
+    return (Q @ h).square().sum() + torch.linalg.solve(Q.mT, v).square().sum()
+
+
+@some
+@given(case=sums(), batch=BATCHES, k=COLUMNS, seed=SEEDS, dtype=DTYPES)
+def test_actions_equal_the_dense_matrix(case, batch, k, seed, dtype):
+    group, shape = case
+    Q = learned(group, shape, batch, seed, dtype)
+    n, matrix = group.size(Q), group.matrix(Q)
+    for member in itertools.product(*map(range, batch)):
+        alone = map_leaves(lambda leaf, member=member: leaf[member], Q)
+        torch.testing.assert_close(matrix[member], dense(group, alone), rtol=1e-6, atol=0)
+    x = normal(*batch, n, k, seed=seed, dtype=dtype)
+    close = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(group.apply(Q, x), matrix @ x, **close)
+    torch.testing.assert_close(group.apply_t(Q, x), matrix.mT @ x, **close)
+    torch.testing.assert_close(group.apply(Q, group.solve(Q, x)), x, **close)
+    torch.testing.assert_close(group.apply_t(Q, group.solve_t(Q, x)), x, **close)
+    torch.testing.assert_close(group.precondition(Q, x), matrix.mT @ matrix @ x, **close)
+    assert matrix.shape == (*batch, n, n)
+    assert all(leaf.dtype == dtype for leaf in leaves(Q))
+
+
+@some
+@given(case=sums(), k=st.sampled_from([1, 2, 5]), seed=SEEDS)
+def test_slope_is_half_the_derivative_along_move(case, k, seed):
+    group, shape = case
+    Q = learned(group, shape, seed=seed)
+    v, h = normal(2, group.size(Q), k, seed=seed)
+    slope = group.slope(Q, group.apply(Q, h), group.solve_t(Q, v))
+    at_zero = map_leaves(lambda e: torch.zeros_like(e, requires_grad=True), slope)
+    value = pair_criterion(dense(group, group.move(Q, at_zero)), v, h)
+    derivatives = torch.autograd.grad(value, leaves(at_zero), allow_unused=True, materialize_grads=True)
+    for derivative, e in zip(derivatives, leaves(slope), strict=True):
+        torch.testing.assert_close(derivative, 2 * e, rtol=1e-7, atol=1e-7)
+
+
+@some
+@given(case=sums(), batch=BATCHES, k=COLUMNS, seed=SEEDS)
+def test_quick_paths_equal_the_protocols_step(case, batch, k, seed):
+    group, shape = case
+    Q = learned(group, shape, batch, seed)
+    a, b = normal(2, *batch, group.size(Q), k, seed=seed)
+    quick, plain = group.relative_step(Q, a, b, 0.1), Group.relative_step(group, Q, a, b, 0.1)
+    for x, y in zip(leaves(quick), leaves(plain), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
+@some
+@given(case=sums(), batch=BATCHES, k=COLUMNS, seed=SEEDS)
+def test_batched_equals_one_by_one(case, batch, k, seed):
+    group, shape = case
+    Q = learned(group, shape, batch, seed)
+    v, h = normal(2, *batch, group.size(Q), k, seed=seed)
+    after = group.matrix(group.update(Q, v, h, lr=0.1))
+    for member in itertools.product(*map(range, batch)):
+        alone = group.update(map_leaves(lambda leaf, member=member: leaf[member], Q), v[member], h[member], lr=0.1)
+        torch.testing.assert_close(group.matrix(alone), after[member], rtol=1e-10, atol=1e-10)
+
+
+@some
+@given(case=sums(), batch=BATCHES, dtype=DTYPES)
+def test_starts_at_the_identity(case, batch, dtype):
+    group, shape = case
+    Q = group.init(shape, batch, dtype=dtype)
+    n = group.size(Q)
+    assert torch.equal(group.matrix(Q), torch.eye(n, dtype=dtype).expand(*batch, n, n))
+    storages = [leaf.untyped_storage().data_ptr() for leaf in leaves(Q) if leaf.numel()]
+    assert len(set(storages)) == len(storages)
+
+
+@some
+@given(case=sums(smallest=1), bad=st.sampled_from([0.0, torch.nan, torch.inf, -torch.inf]), seed=SEEDS)
+def test_zero_and_bad_pairs_leave_every_bit(case, bad, seed):
+    group, shape = case
+    Q = learned(group, shape, batch=(2,), seed=seed)
+    v, h = normal(2, 2, group.size(Q), 1, seed=seed + 50)
+    h[1, -1] = bad
+    if bad == 0:
+        h[1] = 0
+    after = group.update(Q, v, h, lr=0.1)
+    assert same_bits(map_leaves(lambda leaf: leaf[1], Q), map_leaves(lambda leaf: leaf[1], after))
+    assert not torch.equal(group.matrix(Q)[0], group.matrix(after)[0])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    case=sums(smallest=1),  # an empty product has no scale, and nothing to balance
+    seed=SEEDS,
+    dtype=DTYPES,
+    exponents=st.lists(st.integers(-20, 20), min_size=3, max_size=3),
+)
+@example(case=(Kron(DirectSum(T, T), D), ((0, 3), 2)), seed=0, dtype=torch.float32, exponents=[9, 0, 0])
+@example(case=(DirectSum(Kron(T, D), T), ((2, 3), 0)), seed=0, dtype=torch.float32, exponents=[-9, 0, 0])
+def test_balancing_happens_once_and_changes_no_product(case, seed, dtype, exponents):
+    group, shape = case
+    Q = learned(group, shape, (2,), seed, dtype)
+    draws = itertools.cycle(exponents)
+
+    def tilt(group: Group, Q: State) -> State:
+        """The same product, with scale moved between the factors wherever there is a Kron."""
+        if isinstance(group, DirectSum):
+            return tuple(tilt(p, q) for p, q in zip(group.parts, Q, strict=True))
+        if not isinstance(group, Kron):
+            return Q
+        first, *rest = (tilt(f, q) for f, q in zip(group.factors, Q, strict=True))
+        if not rest:
+            return (first,)
+        c = torch.full((2,), 2.0 ** next(draws), dtype=dtype)
+        return (group.factors[0].scale(first, c), group.factors[1].scale(rest[0], 1 / c), *rest[1:])
+
+    tilted, live = tilt(group, Q), torch.tensor([True, False])
+    once = group.balance(tilted, live)
+    assert torch.equal(group.matrix(once), group.matrix(Q))
+    assert torch.equal(group.magnitude(once), group.magnitude(tilted))
+    assert same_bits(group.balance(once, live), once)
+    assert same_bits(map_leaves(lambda leaf: leaf[1], once), map_leaves(lambda leaf: leaf[1], tilted))
+    v, h = normal(2, 2, group.size(Q), 1, seed=seed, dtype=dtype)
+    assert torch.equal(group.matrix(group.update(once, v, h, 0.1)), group.matrix(group.update(Q, v, h, 0.1)))
+
+
+@some
+@given(case=sums(), seed=SEEDS)
+def test_scale_and_magnitude(case, seed):
+    group, shape = case
+    Q, c = learned(group, shape, (3,), seed), torch.tensor([0.5, 1.0, 8.0], dtype=torch.float64)
+    scaled = group.scale(Q, c)
+    assert torch.equal(group.matrix(scaled), c[:, None, None] * group.matrix(Q))
+    assert torch.equal(group.magnitude(scaled), c * group.magnitude(Q))
+    diagonal = group.matrix(Q).diagonal(dim1=-2, dim2=-1).abs()
+    largest = diagonal.amax(-1) if diagonal.shape[-1] else diagonal.new_zeros(3)
+    torch.testing.assert_close(group.magnitude(Q), largest, rtol=1e-12, atol=0)
+
+
+@some
+@given(case=sums(smallest=1), seed=SEEDS)
+def test_numel_counts_the_entries_that_move(case, seed):
+    group, shape = case
+    assert sum(int(leaf.count_nonzero()) for leaf in leaves(learned(group, shape, seed=seed))) == group.numel(shape)
+
+
+@some
+@given(case=sums())
+def test_no_host_synchronisation_and_no_second_device(case):
+    group, shape = case
+    Q = group.init(shape, batch=(2,), device="meta")
+    v = torch.empty(2, group.size(Q), 1, device="meta")
+    Q = group.update(Q, v, v, lr=torch.tensor(0.1, device="meta"))
+    assert group.precondition(Q, v).device.type == "meta"
+    assert group.matrix(Q).device.type == "meta"
+    assert group.magnitude(group.scale(Q, torch.ones(2, device="meta"))).device.type == "meta"
+    assert all(leaf.device.type == "meta" and leaf.dtype == torch.float32 for leaf in leaves(Q))
+
+
+@some
+@given(case=sums())
+def test_a_composition_is_a_value(case):
+    group, _ = case
+    names = {type(member).__name__: type(member) for member in (*ELEMENTARY, DirectSum(T), Kron(T))}
+    for again in (eval(repr(group), names), pickle.loads(pickle.dumps(group)), copy.deepcopy(group)):
+        assert again == group
+        assert hash(again) == hash(group)
+
+
+@some
+@given(members=st.lists(nestings(2, 0), min_size=1, max_size=4), batch=BATCHES, k=COLUMNS, dtype=DTYPES, seed=SEEDS)
+def test_parts_learn_as_they_do_alone(members, batch, k, dtype, seed):
+    """From the same pieces of a and b, a part ends at the bits that it reaches without the others."""
+    groups, shape = zip(*members, strict=True)
+    group = DirectSum(*groups)
+    Q = learned(group, shape, batch, seed, dtype)
+    a, b = normal(2, *batch, group.size(Q), k, seed=seed, dtype=dtype)
+    after = group.step(Q, a, b, lr=0.2)
+    for i, (part, piece_a, piece_b) in enumerate(
+        zip(groups, a.split(group.sizes(Q), -2), b.split(group.sizes(Q), -2), strict=True)
+    ):
+        alone = part.step(Q[i], piece_a, piece_b, lr=0.2)
+        assert torch.equal(part.matrix(after[i]), part.matrix(alone))
+
+
+@pytest.mark.parametrize("other", [T, D, Normalization(), SparseLU(1)], ids=repr)
+def test_a_product_distributes_over_a_sum_on_its_left(other):
+    left, right = Kron(DirectSum(T, D), other), DirectSum(Kron(T, other), Kron(D, other))
+    (rows, column) = learned(left, ((2, 3), 4))
+    assert torch.equal(left.matrix((rows, column)), right.matrix(tuple((q, column) for q in rows)))
+
+
+@some
+@given(n=st.integers(0, 1000), count=st.integers(1, 20))
+def test_even_pieces_follow_tensor_split(n, count):
+    assert even_pieces(n, count) == [len(piece) for piece in torch.tensor_split(torch.empty(n), count)]
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (0,), (2, 3)])
+def test_block_diagonal(batch):
+    blocks = [normal(*batch, n, n, seed=n) for n in (2, 0, 3, 1)]
+    whole = block_diagonal(blocks)
+    assert whole.shape == (*batch, 6, 6)
+    for member in itertools.product(*map(range, batch)):
+        assert torch.equal(whole[member], torch.block_diag(*(block[member] for block in blocks)))
+
+
+@pytest.mark.parametrize(
+    ("group", "dimensions", "shape"),
+    [
+        (DirectSum(T, D), (5,), (3, 2)),
+        (DirectSum(T, D), (5, 4), (12, 8)),
+        (DirectSum(T, D, T), (1, 4), (4, 0, 0)),
+        (DirectSum(Kron(T, T), Kron(D, T)), (5, 4), ((3, 4), (2, 4))),
+        (DirectSum(Kron(T, T, D), D), (3, 2, 4), ((2, 2, 4), 8)),
+        (Kron(DirectSum(T, T), D), (5, 4), ((3, 2), 4)),
+        (DirectSum(DirectSum(T, D), T), (7,), ((2, 2), 3)),
+    ],
+    ids=repr,
+)
+def test_shape_for_a_block(group, dimensions, shape):
+    assert group.shape_for(dimensions) == shape
+    assert size_of(group, shape) == torch.Size(dimensions).numel()
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="at least one part"):
+        DirectSum()
+    for shape in (3, (3,), (1, 2, 3)):
+        with pytest.raises(ValueError, match="does not fit"):
+            DirectSum(T, D).init(shape)
+        with pytest.raises(ValueError, match="does not fit"):
+            DirectSum(T, D).numel(shape)
+    with pytest.raises(ValueError, match="does not fit"):
+        DirectSum(Kron(T, T), Kron(T, T)).shape_for((6,))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DirectSum(T).parts = ()  # type: ignore[misc]
