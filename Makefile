@@ -35,7 +35,7 @@ book: _build/html/.done ## build the book, with warnings as errors
 	@echo "The book is ready: open file://$(CURDIR)/_build/html/index.html"
 
 test: _build/html/.done ## run every notebook under nbval, and the tests
-	$(BIN)/pytest $(NBVAL) $(PARALLEL) -m "not elsewhere" tests nbs
+	$(BIN)/pytest $(NBVAL) $(PARALLEL) -m "not elsewhere and not slow" tests nbs
 
 lab: .venv/.done export ## open the notebooks in JupyterLab, with the exhibits live
 	$(BIN)/jupyter lab nbs
@@ -53,10 +53,11 @@ export: .venv/.done ## write the library psgd_lit/ from the notebooks
 lint: .venv/.done ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check tests nbs/_ext
+	$(BIN)/ruff format --check --line-length 96 $(NOTEBOOKS)
 	$(BIN)/mypy
 
 check: lint test ## exactly what CI runs: style, types, the book, all tests, and the notebooks as on another machine
-	$(BIN)/pytest $(PARALLEL) -m elsewhere tests
+	$(BIN)/pytest -n 2 --dist load -m "elsewhere or slow" tests
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/pytest $(NBVAL) $(PARALLEL) nbs
 
 gpu: ## measure on a CUDA machine with the system's own python3 and torch

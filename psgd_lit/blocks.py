@@ -18,14 +18,20 @@ from .groups.kron import Kron
 from .groups.protocol import Group, State
 from .groups.triangular import Triangular
 
-# %% ../nbs/06_blocks.ipynb #6aeaec3d
+# %% ../nbs/06_blocks.ipynb #768cce86
 def block_shape(p: Tensor) -> tuple[int, ...]:
     """Return the dimensions of the block that a parameter fills.
 
     A number is a vector of length one; a tensor of order three and more is a matrix of its first dimension against
     all others, as in a convolution (Li 2018, section IV.A).
     """
-    return tuple(p.shape) if p.dim() in (1, 2) else (p.shape[0], prod(p.shape[1:])) if p.dim() else (1,)
+    return (
+        tuple(p.shape)
+        if p.dim() in (1, 2)
+        else (p.shape[0], prod(p.shape[1:]))
+        if p.dim()
+        else (1,)
+    )
 
 # %% ../nbs/06_blocks.ipynb #af1d95f2
 @dataclass(frozen=True)
@@ -44,10 +50,14 @@ class KronRule:
         """Return the group for a block of this shape."""
         return Kron(*(Triangular() if n <= self.max_size else Diagonal() for n in shape))
 
-# %% ../nbs/06_blocks.ipynb #d825e580
+# %% ../nbs/06_blocks.ipynb #14515087
 Rule = Callable[[tuple[int, ...]], Group]
 Preconditioner = str | Group | Rule
-RULES: dict[str, Preconditioner] = {"kron": KronRule(), "diagonal": Diagonal(), "esgd": Equilibration()}
+RULES: dict[str, Preconditioner] = {
+    "kron": KronRule(),
+    "diagonal": Diagonal(),
+    "esgd": Equilibration(),
+}
 
 
 def rule_of(preconditioner: Preconditioner) -> Rule:
@@ -59,13 +69,17 @@ def rule_of(preconditioner: Preconditioner) -> Rule:
     """
     if isinstance(preconditioner, str):
         if preconditioner not in RULES:
-            raise ValueError(f"unknown preconditioner {preconditioner!r}; the names are dense, {', '.join(RULES)}")
+            raise ValueError(
+                f"unknown preconditioner {preconditioner!r}; the names are dense, {', '.join(RULES)}"
+            )
         preconditioner = RULES[preconditioner]
     if isinstance(preconditioner, Group):
         group = preconditioner
         return lambda shape: group
     if isinstance(preconditioner, str) or not callable(preconditioner):
-        raise TypeError(f"a preconditioner is a name, a group or a rule, not a {type(preconditioner).__name__}")
+        raise TypeError(
+            f"a preconditioner is a name, a group or a rule, not a {type(preconditioner).__name__}"
+        )
     return preconditioner
 
 # %% ../nbs/06_blocks.ipynb #b62bcdbe
@@ -111,10 +125,14 @@ def blocks_of(preconditioner: Preconditioner, params: Iterable[Tensor]) -> list[
     choices = [(p, block_shape(p), rule(block_shape(p))) for p in params]
     return [Block(group, group.shape_for(shape), (p,)) for p, shape, group in choices]
 
-# %% ../nbs/06_blocks.ipynb #dccfdb53
+# %% ../nbs/06_blocks.ipynb #797d04c7
 def leaves(state: Any) -> list[Tensor]:
     """Return the tensors of a state in order."""
-    return [state] if isinstance(state, Tensor) else [leaf for part in state for leaf in leaves(part)]
+    return (
+        [state]
+        if isinstance(state, Tensor)
+        else [leaf for part in state for leaf in leaves(part)]
+    )
 
 # %% ../nbs/06_blocks.ipynb #40e8e1d0
 def map_leaves(f: Callable[..., Tensor], *states: Any) -> Any:
@@ -131,7 +149,7 @@ def state_dtype(params: Iterable[Tensor]) -> torch.dtype:
         dtype = torch.promote_types(dtype, p.dtype)
     return dtype
 
-# %% ../nbs/06_blocks.ipynb #98b28172
+# %% ../nbs/06_blocks.ipynb #d73e350b
 def describe_blocks(blocks: Sequence[Block], names: Mapping[Tensor, str]) -> str:
     """Return a table of what each block gets: its parameters, shape, group, entries of Q, and bytes of its state.
 
@@ -141,11 +159,22 @@ def describe_blocks(blocks: Sequence[Block], names: Mapping[Tensor, str]) -> str
     for group, shape, params in blocks:
         state = group.init(shape, dtype=state_dtype(params), device="meta")
         size = sum(leaf.nbytes for leaf in leaves(state))
-        rows.append((", ".join(names[p] for p in params), str(shape), repr(group), str(group.numel(shape)), str(size)))
+        rows.append(
+            (
+                ", ".join(names[p] for p in params),
+                str(shape),
+                repr(group),
+                str(group.numel(shape)),
+                str(size),
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
-# %% ../nbs/06_blocks.ipynb #c1b9b021
+# %% ../nbs/06_blocks.ipynb #87010ca8
 class Bucket:
     """Blocks of one group, shape, dtype and device, whose states are one batch.
 
@@ -155,19 +184,28 @@ class Bucket:
         Q: the batch of their states.
     """
 
-    def __init__(self, blocks: Sequence[Block], scale: float, stored: Sequence[State | None]) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], scale: float, stored: Sequence[State | None]
+    ) -> None:
         """Start each block at `scale` times the identity, or where it is stored."""
         self.blocks = list(blocks)
         self.group, shape, params = blocks[0]
         kind: dict[str, Any] = {"dtype": state_dtype(params), "device": params[0].device}
         one = self.group.scale(self.group.init(shape, **kind), torch.tensor(scale, **kind))
-        self.Q: State = map_leaves(lambda *members: torch.stack(members), *(one if Q is None else Q for Q in stored))
+        self.Q: State = map_leaves(
+            lambda *members: torch.stack(members), *(one if Q is None else Q for Q in stored)
+        )
         self.dtype = kind["dtype"]
 
     def gather(self, values: Mapping[Tensor, Tensor]) -> Tensor:
         """Return the blocks of one tensor a parameter as columns, `(blocks, n, 1)`; a missing one counts as zero."""
         columns = [
-            torch.cat([values.get(p, torch.zeros_like(p)).reshape(-1).to(self.dtype) for p in block.params])
+            torch.cat(
+                [
+                    values.get(p, torch.zeros_like(p)).reshape(-1).to(self.dtype)
+                    for p in block.params
+                ]
+            )
             for block in self.blocks
         ]
         return torch.stack(columns).unsqueeze(-1)
@@ -177,14 +215,22 @@ class Bucket:
         values: dict[Tensor, Tensor] = {}
         for block, column in zip(self.blocks, x.squeeze(-1).unbind(), strict=True):
             pieces = torch.split(column, [p.numel() for p in block.params])
-            values |= {p: piece.view(p.shape).to(p.dtype) for p, piece in zip(block.params, pieces, strict=True)}
+            values |= {
+                p: piece.view(p.shape).to(p.dtype)
+                for p, piece in zip(block.params, pieces, strict=True)
+            }
         return values
 
     def precondition(self, gradient: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Return P g, one tensor a parameter."""
         return self.scatter(self.group.precondition(self.Q, self.gather(gradient)))
 
-    def fit(self, probe: Mapping[Tensor, Tensor], product: Mapping[Tensor, Tensor], lr: float | Tensor) -> None:
+    def fit(
+        self,
+        probe: Mapping[Tensor, Tensor],
+        product: Mapping[Tensor, Tensor],
+        lr: float | Tensor,
+    ) -> None:
         """Learn from one pair (v, h)."""
         self.Q = self.group.update(self.Q, self.gather(probe), self.gather(product), lr)
 
@@ -192,8 +238,10 @@ class Bucket:
         """Return the state of each block, as views of the batch."""
         return [map_leaves(lambda leaf, i=i: leaf[i], self.Q) for i in range(len(self.blocks))]
 
-# %% ../nbs/06_blocks.ipynb #584313bd
-def buckets_of(blocks: Iterable[Block], scale: float, stored: Mapping[Tensor, State]) -> list[Bucket]:
+# %% ../nbs/06_blocks.ipynb #861e7a77
+def buckets_of(
+    blocks: Iterable[Block], scale: float, stored: Mapping[Tensor, State]
+) -> list[Bucket]:
     """Collect blocks of one kind in buckets.
 
     Args:
@@ -205,4 +253,7 @@ def buckets_of(blocks: Iterable[Block], scale: float, stored: Mapping[Tensor, St
     for block in blocks:
         kind = block.group, block.shape, state_dtype(block.params), block.params[0].device
         kinds.setdefault(kind, []).append(block)
-    return [Bucket(members, scale, [stored.get(block.params[0]) for block in members]) for members in kinds.values()]
+    return [
+        Bucket(members, scale, [stored.get(block.params[0]) for block in members])
+        for members in kinds.values()
+    ]

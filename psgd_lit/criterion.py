@@ -29,8 +29,10 @@ def criterion(P: Tensor, v: Tensor, h: Tensor) -> Tensor:
     a = L.mT @ h
     return (a.square() + b.square()).sum(-2).mean(-1)  # eq-criterion
 
-# %% ../nbs/05_criterion.ipynb #359d7927
-def expected_criterion(P: Tensor, gradient_moment: Tensor, probe_moment: Tensor | None = None) -> Tensor:
+# %% ../nbs/05_criterion.ipynb #1eb227fc
+def expected_criterion(
+    P: Tensor, gradient_moment: Tensor, probe_moment: Tensor | None = None
+) -> Tensor:
     """The criterion as `tr(P A) + tr(P^-1 B)`.
 
     Args:
@@ -46,16 +48,24 @@ def expected_criterion(P: Tensor, gradient_moment: Tensor, probe_moment: Tensor 
 
     Source: Li 2018, section II.B, equation (7).
     """
-    B = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device) if probe_moment is None else probe_moment
+    B = (
+        torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
+        if probe_moment is None
+        else probe_moment
+    )
     solved = torch.cholesky_solve(B, torch.linalg.cholesky(P))
-    return (P * gradient_moment).sum((-2, -1)) + solved.diagonal(dim1=-2, dim2=-1).sum(-1)  # eq-expected-criterion
+    return (P * gradient_moment).sum((-2, -1)) + solved.diagonal(dim1=-2, dim2=-1).sum(
+        -1
+    )  # eq-expected-criterion
 
-# %% ../nbs/05_criterion.ipynb #2c3e9e63
+# %% ../nbs/05_criterion.ipynb #6b7e46df
 def _require_positive_definite(moment: Tensor, name: str) -> None:
     """Raise a ValueError that says what to do, unless `moment` is symmetric and safely positive definite."""
     n, eps = moment.shape[-1], torch.finfo(moment.dtype).eps
     # Moments of samples are symmetric up to rounding only. A NaN is not <= anything, so it ends here too.
-    if not ((moment - moment.mT).abs().amax((-2, -1)) <= eps**0.5 * moment.abs().amax((-2, -1))).all():
+    if not (
+        (moment - moment.mT).abs().amax((-2, -1)) <= eps**0.5 * moment.abs().amax((-2, -1))
+    ).all():
         raise ValueError(f"{name} must be finite and symmetric")
     eigenvalues = torch.linalg.eigvalsh(moment)
     if not (eigenvalues[..., 0] > n * eps * eigenvalues[..., -1]).all():
@@ -65,8 +75,10 @@ def _require_positive_definite(moment: Tensor, name: str) -> None:
             f"multiple of the identity."
         )
 
-# %% ../nbs/05_criterion.ipynb #5869abe5
-def optimal_preconditioner(gradient_moment: Tensor, probe_moment: Tensor | None = None) -> Tensor:
+# %% ../nbs/05_criterion.ipynb #da92704f
+def optimal_preconditioner(
+    gradient_moment: Tensor, probe_moment: Tensor | None = None
+) -> Tensor:
     """The only positive definite `P` with `P A P = B`, where the criterion has its minimum.
 
     Args:
@@ -82,7 +94,11 @@ def optimal_preconditioner(gradient_moment: Tensor, probe_moment: Tensor | None 
     Source: Li 2018, section II.B, equation (8), solved as the geometric mean of `A^-1` and `B`.
     """
     A = gradient_moment
-    B = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device) if probe_moment is None else probe_moment
+    B = (
+        torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+        if probe_moment is None
+        else probe_moment
+    )
     _require_positive_definite(A, "gradient_moment")
     _require_positive_definite(B, "probe_moment")
     L, K = torch.linalg.cholesky(A), torch.linalg.cholesky(B)

@@ -29,19 +29,25 @@ class HessianVectorProduct(NamedTuple):
     gradient: tuple[Tensor, ...]
     product: tuple[Tensor, ...]
 
-# %% ../nbs/04_hvp.ipynb #9ce75876
+# %% ../nbs/04_hvp.ipynb #431057fe
 def _check_pairs(params: Sequence[Tensor], probe: Sequence[Tensor]) -> None:
     """Raise a `ValueError` unless every parameter asks for a gradient and has a probe of its own kind."""
     if len(params) != len(probe):
-        raise ValueError(f"{len(params)} parameters need as many probe tensors, not {len(probe)}")
+        raise ValueError(
+            f"{len(params)} parameters need as many probe tensors, not {len(probe)}"
+        )
     for i, (p, v) in enumerate(zip(params, probe, strict=True)):
         if not p.requires_grad:
-            raise ValueError(f"params[{i}] is frozen (requires_grad is False): leave it and its probe out")
+            raise ValueError(
+                f"params[{i}] is frozen (requires_grad is False): leave it and its probe out"
+            )
         if (p.shape, p.dtype, p.device) != (v.shape, v.dtype, v.device):
             kinds = [f"{tuple(x.shape)} {x.dtype} {x.device}" for x in (p, v)]
-            raise ValueError(f"probe[{i}] must be like params[{i}], which is {kinds[0]}, but is {kinds[1]}")
+            raise ValueError(
+                f"probe[{i}] must be like params[{i}], which is {kinds[0]}, but is {kinds[1]}"
+            )
 
-# %% ../nbs/04_hvp.ipynb #b2a07b9b
+# %% ../nbs/04_hvp.ipynb #ccb78107
 def loss_and_gradient(
     closure: Callable[[], Tensor], params: Sequence[Tensor], twice: bool = False
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -63,17 +69,27 @@ def loss_and_gradient(
     with torch.enable_grad():
         loss = closure()
         if not isinstance(loss, Tensor):
-            raise TypeError(f"the closure must return its loss as a tensor, not {type(loss).__name__}")
+            raise TypeError(
+                f"the closure must return its loss as a tensor, not {type(loss).__name__}"
+            )
         if loss.numel() != 1 or loss.is_complex():
-            raise ValueError(f"the loss must be one real number, not {tuple(loss.shape)} {loss.dtype}: take its mean")
+            raise ValueError(
+                f"the loss must be one real number, not {tuple(loss.shape)} {loss.dtype}: take its mean"
+            )
         if not loss.requires_grad:
-            raise ValueError("the loss has no gradient: compute it in the closure, without no_grad() or detach()")
+            raise ValueError(
+                "the loss has no gradient: compute it in the closure, without no_grad() or detach()"
+            )
         seed = torch.ones_like(loss, requires_grad=twice)
     try:
-        grads = torch.autograd.grad(loss, params, seed, create_graph=twice, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(
+            loss, params, seed, create_graph=twice, allow_unused=True, materialize_grads=True
+        )
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
-            raise ValueError("the closure ran backward() itself: it must only return the loss") from error
+            raise ValueError(
+                "the closure ran backward() itself: it must only return the loss"
+            ) from error
         raise
     return loss.detach().reshape(()), grads
 
@@ -106,18 +122,22 @@ def _refusals_explained() -> Iterator[None]:
             raise SecondDerivativeError(f"{reason}. {_WAYS_OUT}") from error
         raise
 
-# %% ../nbs/04_hvp.ipynb #ba244c93
+# %% ../nbs/04_hvp.ipynb #095de037
 def _check_graph(gradient: Sequence[Tensor]) -> None:
     """Raise a `SecondDerivativeError` if a gradient came through a function that is marked `once_differentiable`."""
     nodes = {g.grad_fn for g in gradient if g.grad_fn is not None}
     seen: set[Node] = set()
     while nodes:
         if any(node.name() == "torch::autograd::Error" for node in nodes):
-            raise SecondDerivativeError(f"a function of this loss is marked once_differentiable. {_WAYS_OUT}")
+            raise SecondDerivativeError(
+                f"a function of this loss is marked once_differentiable. {_WAYS_OUT}"
+            )
         seen |= nodes
-        nodes = {after for node in nodes for after, _ in node.next_functions if after is not None} - seen
+        nodes = {
+            after for node in nodes for after, _ in node.next_functions if after is not None
+        } - seen
 
-# %% ../nbs/04_hvp.ipynb #249c492b
+# %% ../nbs/04_hvp.ipynb #e9d60458
 def differentiate_gradient(
     gradient: Sequence[Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
@@ -145,10 +165,14 @@ def differentiate_gradient(
     outputs, weights = [gradient[i] for i in varying], [probe[i] for i in varying]
     with _refusals_explained():
         # eq-hvp-exact
-        return torch.autograd.grad(outputs, params, weights, allow_unused=True, materialize_grads=True)
+        return torch.autograd.grad(
+            outputs, params, weights, allow_unused=True, materialize_grads=True
+        )
 
-# %% ../nbs/04_hvp.ipynb #907523d2
-def hvp_exact(closure: Callable[[], Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]) -> HessianVectorProduct:
+# %% ../nbs/04_hvp.ipynb #3d1c9fb1
+def hvp_exact(
+    closure: Callable[[], Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]
+) -> HessianVectorProduct:
     """Multiply the Hessian by a probe, by differentiating twice in reverse.
 
     The closure runs once. `.grad` is neither read nor written, and no graph outlives the call.
@@ -169,9 +193,11 @@ def hvp_exact(closure: Callable[[], Tensor], params: Sequence[Tensor], probe: Se
     product = differentiate_gradient(gradient, params, probe)
     return HessianVectorProduct(loss, tuple(g.detach() for g in gradient), product)
 
-# %% ../nbs/04_hvp.ipynb #24bb20e3
+# %% ../nbs/04_hvp.ipynb #275212af
 @contextmanager
-def _displaced(params: Sequence[Tensor], probe: Sequence[Tensor], step: float) -> Iterator[None]:
+def _displaced(
+    params: Sequence[Tensor], probe: Sequence[Tensor], step: float
+) -> Iterator[None]:
     """Move the parameters by `step` times the probe, and afterwards put back the very same bits, whatever happens."""
     home = [p.detach().clone() for p in params]
     try:
@@ -184,12 +210,18 @@ def _displaced(params: Sequence[Tensor], probe: Sequence[Tensor], step: float) -
             for p, h in zip(params, home, strict=True):
                 p.copy_(h)
 
-# %% ../nbs/04_hvp.ipynb #0ef2927d
-PAPER_STEP = 2.0**-11.5  # the standard deviation of a perturbation of variance 2^-23, Li 2018, section V.A
+# %% ../nbs/04_hvp.ipynb #9dda0b64
+PAPER_STEP = (
+    2.0**-11.5
+)  # the standard deviation of a perturbation of variance 2^-23, Li 2018, section V.A
 
 
 def gradient_difference(
-    closure: Callable[[], Tensor], params: Sequence[Tensor], probe: Sequence[Tensor], step: float, central: bool
+    closure: Callable[[], Tensor],
+    params: Sequence[Tensor],
+    probe: Sequence[Tensor],
+    step: float,
+    central: bool,
 ) -> HessianVectorProduct:
     """Divide a difference of two gradients by the step between them: `hvp_approx` without its guards."""
     devices = {p.device for p in params if p.is_cuda}
@@ -203,7 +235,9 @@ def gradient_difference(
     loss, gradient = loss_and_gradient(closure, params)
     # eq-hvp-approx or eq-hvp-central
     behind, width = (gradient, step) if opposite is None else (opposite, 2 * step)
-    return HessianVectorProduct(loss, gradient, tuple((a - b) / width for a, b in zip(ahead, behind, strict=True)))
+    return HessianVectorProduct(
+        loss, gradient, tuple((a - b) / width for a, b in zip(ahead, behind, strict=True))
+    )
 
 # %% ../nbs/04_hvp.ipynb #775b7c57
 def hvp_approx(

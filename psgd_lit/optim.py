@@ -4,7 +4,7 @@
 __all__ = ['HVP', 'period', 'draw_probes', 'Derivatives', 'stored_derivatives', 'closure_derivatives', 'clip_factor', 'average',
            'check_settings', 'PSGD']
 
-# %% ../nbs/07_psgd.ipynb #92ce56c1
+# %% ../nbs/07_psgd.ipynb #d21fac05
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import Bucket, Preconditioner, blocks_of, buckets_of, describe_blocks, map_leaves, state_dtype
-from .hvp import differentiate_gradient, hvp_approx, hvp_exact, hvp_forward, loss_and_gradient
+from psgd_lit.blocks import (
+    Bucket,
+    Preconditioner,
+    blocks_of,
+    buckets_of,
+    describe_blocks,
+    map_leaves,
+    state_dtype,
+)
+from psgd_lit.hvp import (
+    differentiate_gradient,
+    hvp_approx,
+    hvp_exact,
+    hvp_forward,
+    loss_and_gradient,
+)
 
 # %% ../nbs/07_psgd.ipynb #deed8390
 def period(update_every: int | str | Callable[[int], int], t: int) -> int:
@@ -31,7 +45,7 @@ def period(update_every: int | str | Callable[[int], int], t: int) -> int:
         return max(len(str(t)) - 1, 1)  # the digits of t count its logarithm without rounding
     return int(update_every)
 
-# %% ../nbs/07_psgd.ipynb #9bc01996
+# %% ../nbs/07_psgd.ipynb #d0a18c51
 def draw_probes(params: Sequence[Tensor], seed: int, t: int) -> list[Tensor]:
     """Draw a standard normal probe for each parameter.
 
@@ -51,7 +65,9 @@ def draw_probes(params: Sequence[Tensor], seed: int, t: int) -> list[Tensor]:
     for device, members in streams.items():
         source = torch.Generator(device).manual_seed((seed * 0x9E3779B1 + t) % 2**32)
         flat = torch.randn(sum(p.numel() for p in members), device=device, generator=source)
-        for p, piece in zip(members, torch.split(flat, [p.numel() for p in members]), strict=True):
+        for p, piece in zip(
+            members, torch.split(flat, [p.numel() for p in members]), strict=True
+        ):
             probes[p] = piece.view(p.shape).to(p.dtype)
     return [probes[p] for p in params]
 
@@ -77,8 +93,10 @@ class Derivatives(NamedTuple):
     gradient: Sequence[Tensor]
     product: Sequence[Tensor] | None
 
-# %% ../nbs/07_psgd.ipynb #e8d7dddd
-def stored_derivatives(params: Sequence[Tensor], probe: Sequence[Tensor] | None, hvp: str) -> Derivatives:
+# %% ../nbs/07_psgd.ipynb #d768d74d
+def stored_derivatives(
+    params: Sequence[Tensor], probe: Sequence[Tensor] | None, hvp: str
+) -> Derivatives:
     """Read the gradients in `.grad`, and differentiate them along the probe if one is given.
 
     A missing gradient counts as zero. Gradients are left detached from their graph.
@@ -91,16 +109,21 @@ def stored_derivatives(params: Sequence[Tensor], probe: Sequence[Tensor] | None,
     try:
         if probe is not None:
             if hvp != "exact" or not any(g.requires_grad for g in gradient):
-                raise RuntimeError(f'hvp="{hvp}" cannot fit the preconditioner to the gradients in .grad.\n{_WAYS}')
+                raise RuntimeError(
+                    f'hvp="{hvp}" cannot fit the preconditioner to the gradients in .grad.\n{_WAYS}'
+                )
             product = differentiate_gradient(gradient, params, probe)
     finally:
         for p in params:
             p.grad = None if p.grad is None else p.grad.detach()
     return Derivatives(None, [g.detach() for g in gradient], product)
 
-# %% ../nbs/07_psgd.ipynb #492ef66b
+# %% ../nbs/07_psgd.ipynb #409cec02
 def closure_derivatives(
-    closure: Callable[[], Any], params: Sequence[Tensor], probe: Sequence[Tensor] | None, hvp: str
+    closure: Callable[[], Any],
+    params: Sequence[Tensor],
+    probe: Sequence[Tensor] | None,
+    hvp: str,
 ) -> Derivatives:
     """Run a closure, whether it calls `backward` or not, and differentiate its loss.
 
@@ -124,7 +147,9 @@ def closure_derivatives(
         loss, called_backward = run()
         if not called_backward:
             return loss
-        return loss.detach() + sum(((p - p.detach()) * p.grad).sum() for p in params if p.grad is not None)
+        return loss.detach() + sum(
+            ((p - p.detach()) * p.grad).sum() for p in params if p.grad is not None
+        )
 
     if probe is None:
         return Derivatives(*loss_and_gradient(stand_in, params), None)
@@ -164,7 +189,7 @@ def average(state: dict[str, Any], g: Tensor, group: dict[str, Any]) -> Tensor:
     past: Tensor = state.setdefault("momentum", torch.zeros_like(g))
     return past.lerp_(g, 1 - beta)  # eq-momentum
 
-# %% ../nbs/07_psgd.ipynb #f7b173e9
+# %% ../nbs/07_psgd.ipynb #141837f0
 HVP = ("exact", "approx", "forward")
 _SHARED = ("hvp", "update_every", "max_norm", "seed")
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -173,7 +198,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "init_scale": (lambda value: 0 < value < math.inf, "positive and finite"),
     "max_norm": (lambda value: value > 0, "positive"),
     "momentum": (lambda value: 0 <= value < 1, "in [0, 1)"),
-    "seed": (lambda value: isinstance(value, int) and 0 <= value < 2**31, "an integer in [0, 2^31)"),
+    "seed": (
+        lambda value: isinstance(value, int) and 0 <= value < 2**31,
+        "an integer in [0, 2^31)",
+    ),
 }
 
 
@@ -189,7 +217,9 @@ def check_settings(settings: dict[str, Any], shared: dict[str, Any] | None) -> N
         TypeError: if a setting has the wrong type.
     """
     for name, (valid, text) in _RANGES.items():
-        if not isinstance(settings[name], int | float | Tensor) or isinstance(settings[name], bool):
+        if not isinstance(settings[name], int | float | Tensor) or isinstance(
+            settings[name], bool
+        ):
             raise TypeError(f"{name} must be a number, {text}, not {settings[name]!r}")
         if not valid(settings[name]):
             raise ValueError(f"{name} must be {text}, not {settings[name]!r}")
@@ -197,15 +227,21 @@ def check_settings(settings: dict[str, Any], shared: dict[str, Any] | None) -> N
         raise ValueError(f"hvp must be one of {', '.join(HVP)}, not {settings['hvp']!r}")
     every = settings["update_every"]
     if not callable(every) and every != "log10" and not (isinstance(every, int) and every >= 1):
-        raise ValueError(f'update_every must be an integer from 1, a function of the iteration, or "log10", not {every!r}')
+        raise ValueError(
+            f'update_every must be an integer from 1, a function of the iteration, or "log10", not {every!r}'
+        )
     for name in _SHARED if shared else ():
         if shared is not None and settings[name] != shared[name]:
-            raise ValueError(f"{name} is shared by all param groups: it is {shared[name]!r}, and can't be {settings[name]!r} here")
+            raise ValueError(
+                f"{name} is shared by all param groups: it is {shared[name]!r}, and can't be {settings[name]!r} here"
+            )
     for p in settings["params"]:
         if p.is_complex():
-            raise ValueError("complex parameters are not supported: optimise torch.view_as_real of them")
+            raise ValueError(
+                "complex parameters are not supported: optimise torch.view_as_real of them"
+            )
 
-# %% ../nbs/07_psgd.ipynb #bca1f098
+# %% ../nbs/07_psgd.ipynb #e0d45e01
 class PSGD(torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
@@ -261,9 +297,14 @@ class PSGD(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         self._buckets: list[list[Bucket]] | None = None
-        own = {"lr": lr, "preconditioner": preconditioner, "lr_preconditioner": lr_preconditioner, "init_scale": init_scale}
-        shared = {"hvp": hvp, "update_every": update_every, "max_norm": max_norm, "momentum": momentum, "seed": seed, "t": 0}
-        super().__init__(params, own | shared)
+        own = {
+            "lr": lr,
+            "preconditioner": preconditioner,
+            "lr_preconditioner": lr_preconditioner,
+        }
+        own |= {"init_scale": init_scale, "momentum": momentum}
+        shared = {"hvp": hvp, "update_every": update_every, "max_norm": max_norm, "seed": seed}
+        super().__init__(params, own | shared | {"t": 0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own; they are checked before anything changes."""
@@ -271,7 +312,9 @@ class PSGD(torch.optim.Optimizer):
         group = {**param_group}
         if shared is not None:
             group["t"] = shared["t"]
-        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        params = (
+            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        )
         tensors = [p[1] if isinstance(p, tuple) else p for p in params]
         settings = {**self.defaults, **group, "params": tensors}
         check_settings(settings, shared)
@@ -291,7 +334,11 @@ class PSGD(torch.optim.Optimizer):
         for i, group in enumerate(self.param_groups):
             labels = group.get("param_names", [f"{i}.{j}" for j in range(len(group["params"]))])
             names |= dict(zip(group["params"], labels, strict=True))
-        blocks = [b for group in self.param_groups for b in blocks_of(group["preconditioner"], group["params"])]
+        blocks = [
+            b
+            for group in self.param_groups
+            for b in blocks_of(group["preconditioner"], group["params"])
+        ]
         return describe_blocks(blocks, names)
 
     @torch.no_grad()
@@ -309,7 +356,9 @@ class PSGD(torch.optim.Optimizer):
         """
         head = self.param_groups[0]
         every = [p for group in self.param_groups for p in group["params"]]
-        params = [p for p in every if p.requires_grad and (closure is not None or p.grad is not None)]
+        params = [
+            p for p in every if p.requires_grad and (closure is not None or p.grad is not None)
+        ]
         if not params:
             return None
         probe = None
@@ -322,7 +371,10 @@ class PSGD(torch.optim.Optimizer):
             found = closure_derivatives(closure, params, probe, head["hvp"])
         self._move(dict(zip(params, found.gradient, strict=True)))
         if probe is not None and found.product is not None:
-            self._fit(dict(zip(params, probe, strict=True)), dict(zip(params, found.product, strict=True)))
+            self._fit(
+                dict(zip(params, probe, strict=True)),
+                dict(zip(params, found.product, strict=True)),
+            )
         for group in self.param_groups:
             group["t"] += 1
         return found.loss
@@ -331,9 +383,17 @@ class PSGD(torch.optim.Optimizer):
         """Move the parameters by P times the averaged gradient, with the Q of the previous iteration."""
         moves: list[tuple[Tensor, Tensor, Any]] = []
         for group, buckets in zip(self.param_groups, self.buckets(), strict=True):
-            averaged = {p: average(self.state[p], gradient[p], group) for p in group["params"] if p in gradient}
+            averaged = {
+                p: average(self.state[p], gradient[p], group)
+                for p in group["params"]
+                if p in gradient
+            }
             for bucket in buckets:
-                moves += [(p, u, group["lr"]) for p, u in bucket.precondition(averaged).items() if p in gradient]
+                moves += [
+                    (p, u, group["lr"])
+                    for p, u in bucket.precondition(averaged).items()
+                    if p in gradient
+                ]
         if moves:
             factor = clip_factor([u for _, u, _ in moves], self.param_groups[0]["max_norm"])
         for p, u, lr in moves:
@@ -357,7 +417,11 @@ class PSGD(torch.optim.Optimizer):
         if self._buckets is None:
             stored = {p: state["Q"] for p, state in self.state.items() if "Q" in state}
             self._buckets = [
-                buckets_of(blocks_of(group["preconditioner"], group["params"]), group["init_scale"], stored)
+                buckets_of(
+                    blocks_of(group["preconditioner"], group["params"]),
+                    group["init_scale"],
+                    stored,
+                )
                 for group in self.param_groups
             ]
             self._show_states()
@@ -387,12 +451,16 @@ class PSGD(torch.optim.Optimizer):
         for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             here = str(mine["preconditioner"])
             if saved.get("preconditioner", here) != here:
-                raise ValueError(f"the state was saved with preconditioner {saved['preconditioner']}, and this optimizer has {here}")
+                raise ValueError(
+                    f"the state was saved with preconditioner {saved['preconditioner']}, and this optimizer has {here}"
+                )
             own = {name: value for name, value in mine.items() if name != "params"}
             groups.append(own | saved | {"preconditioner": mine["preconditioner"]})
         super().load_state_dict({**state_dict, "param_groups": groups})
         for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for p, key in zip(mine["params"], saved["params"], strict=True):
                 for name, value in state_dict["state"].get(key, {}).items():
-                    self.state[p][name] = map_leaves(lambda leaf, p=p: leaf.detach().to(p.device, copy=True), value)
+                    self.state[p][name] = map_leaves(
+                        lambda leaf, p=p: leaf.detach().to(p.device, copy=True), value
+                    )
         self._buckets = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# %% ../nbs/03_problems.ipynb #c07be799
+# %% ../nbs/03_problems.ipynb #5274c45d
 def rosenbrock(x: Tensor) -> Tensor:
     """Rosenbrock's function, summed over neighbours in the last dimension.
 
@@ -27,11 +27,13 @@ def rosenbrock(x: Tensor) -> Tensor:
     Source: Rosenbrock 1960 for n = 2; Li 2018, section V.E.
     """
     if x.ndim == 0 or x.shape[-1] < 2:
-        raise ValueError(f"Rosenbrock's function needs at least two coordinates; x has shape {tuple(x.shape)}")
+        raise ValueError(
+            f"Rosenbrock's function needs at least two coordinates; x has shape {tuple(x.shape)}"
+        )
     left, right = x[..., :-1], x[..., 1:]
     return (100 * (right - left**2) ** 2 + (1 - left) ** 2).sum(-1)  # eq-rosenbrock
 
-# %% ../nbs/03_problems.ipynb #c7d60460
+# %% ../nbs/03_problems.ipynb #11f33e1f
 def random_orthogonal(
     n: int,
     *,
@@ -53,13 +55,15 @@ def random_orthogonal(
     Returns:
         `U` with `U^T U = I`, shape `(n, n)`.
     """
-    gaussian = torch.randn(n, n, generator=generator, dtype=torch.float64, device=generator.device)
+    gaussian = torch.randn(
+        n, n, generator=generator, dtype=torch.float64, device=generator.device
+    )
     Q, R = torch.linalg.qr(gaussian)
     # The one QR decomposition with a positive diagonal of R does not depend on the routine's signs.
     U: Tensor = Q * R.diagonal().sign()
     return U.to(dtype=dtype, device=device or generator.device)
 
-# %% ../nbs/03_problems.ipynb #6725ddf4
+# %% ../nbs/03_problems.ipynb #8d976ddb
 def with_spectrum(eigenvalues: Tensor, *, generator: torch.Generator) -> Tensor:
     """A symmetric matrix with these eigenvalues and random axes.
 
@@ -74,13 +78,22 @@ def with_spectrum(eigenvalues: Tensor, *, generator: torch.Generator) -> Tensor:
         ValueError: if `eigenvalues` is not a vector.
     """
     if eigenvalues.ndim != 1:
-        raise ValueError(f"eigenvalues must be a vector; they have shape {tuple(eigenvalues.shape)}")
-    U = random_orthogonal(len(eigenvalues), generator=generator, dtype=eigenvalues.dtype, device=eigenvalues.device)
+        raise ValueError(
+            f"eigenvalues must be a vector; they have shape {tuple(eigenvalues.shape)}"
+        )
+    U = random_orthogonal(
+        len(eigenvalues),
+        generator=generator,
+        dtype=eigenvalues.dtype,
+        device=eigenvalues.device,
+    )
     H = (U * eigenvalues) @ U.T  # eq-spectrum
     return (H + H.T) / 2
 
-# %% ../nbs/03_problems.ipynb #637fcaad
-@dataclass(frozen=True, eq=False)  # == of tensors is a tensor, so problems are compared by identity
+# %% ../nbs/03_problems.ipynb #2ad65005
+@dataclass(
+    frozen=True, eq=False
+)  # == of tensors is a tensor, so problems are compared by identity
 class Quadratic:
     """The loss `(theta - centre)^T H (theta - centre) / 2`.
 
@@ -107,7 +120,7 @@ class Quadratic:
         """`H v` for one probe or for `k` columns of them, shape `(n,)` or `(n, k)`."""
         return self.hessian @ v
 
-# %% ../nbs/03_problems.ipynb #77239f96
+# %% ../nbs/03_problems.ipynb #c2a3294f
 @dataclass(frozen=True, eq=False)
 class NoisyHessian:
     """A Hessian that answers every product with fresh symmetric Gaussian noise.
@@ -129,7 +142,9 @@ class NoisyHessian:
         """`(H + S) v`, shape as `v`: `(n,)`, or `(n, k)` with an own `S` for each column."""
         z = torch.empty_like(v).normal_(generator=generator)
         zeta = torch.empty_like(v[:1]).normal_(generator=generator)
-        epsilon: Tensor = self.noise * (torch.linalg.vector_norm(v, dim=0) * z + zeta * v)  # eq-noise-draw
+        epsilon: Tensor = self.noise * (
+            torch.linalg.vector_norm(v, dim=0) * z + zeta * v
+        )  # eq-noise-draw
         return self.hessian @ v + epsilon  # eq-noisy-product
 
     def sample(self, k: int = 1, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -140,4 +155,6 @@ class NoisyHessian:
     def second_moment(self) -> Tensor:
         """The exact `E[h h^T]` of a sampled pair, shape `(n, n)`."""
         n = len(self.hessian)
-        return self.hessian @ self.hessian + (n + 1) * self.noise**2 * torch.eye(n).to(self.hessian)  # eq-second-moment
+        return self.hessian @ self.hessian + (n + 1) * self.noise**2 * torch.eye(n).to(
+            self.hessian
+        )  # eq-second-moment

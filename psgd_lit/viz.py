@@ -4,7 +4,7 @@
 __all__ = ['COLOURS', 'DASHES', 'NAMES', 'MAX_FRAMES', 'style_of', 'use_style', 'draw_contours', 'encode_frame', 'choices',
            'static_page', 'live_widget', 'Exhibit', 'explore']
 
-# %% ../nbs/02_drawing.ipynb #421e5c72
+# %% ../nbs/02_drawing.ipynb #dc6967e4
 import base64
 import html
 import io
@@ -22,7 +22,9 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 except ImportError as error:
-    raise ImportError("psgd_lit.viz draws with matplotlib and ipywidgets: pip install 'psgd_lit[viz]'") from error
+    raise ImportError(
+        "psgd_lit.viz draws with matplotlib and ipywidgets: pip install 'psgd_lit[viz]'"
+    ) from error
 
 # %% ../nbs/02_drawing.ipynb #68035ebd
 COLOURS = {
@@ -107,7 +109,7 @@ def encode_frame(figure: Figure) -> bytes:
     plt.close(figure)
     return buffer.getvalue()
 
-# %% ../nbs/02_drawing.ipynb #72d1ce63
+# %% ../nbs/02_drawing.ipynb #7583bd7b
 MAX_FRAMES = 24
 
 
@@ -121,13 +123,19 @@ def choices(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         ValueError: if there is no slider, a slider has no value, or the choices are more than 24.
     """
     if not grid or not all(len(values) for values in grid.values()):
-        raise ValueError("an exhibit needs at least one parameter, and each parameter at least one value")
+        raise ValueError(
+            "an exhibit needs at least one parameter, and each parameter at least one value"
+        )
     total = math.prod(len(values) for values in grid.values())
     if total > MAX_FRAMES:
-        raise ValueError(f"{total} frames are too many for a page; choose values so that they are at most {MAX_FRAMES}")
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]  # eq-frame
+        raise ValueError(
+            f"{total} frames are too many for a page; choose values so that they are at most {MAX_FRAMES}"
+        )
+    return [
+        dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
+    ]  # eq-frame
 
-# %% ../nbs/02_drawing.ipynb #7c1ebf07
+# %% ../nbs/02_drawing.ipynb #7f121484
 _SCRIPT = """(() => {
   const root = document.currentScript.parentElement, {frames, alts, labels} = JSON.parse(root.dataset.frames);
   const image = root.querySelector("img"), inputs = [...root.querySelectorAll("input")];
@@ -146,38 +154,65 @@ _SCRIPT = """(() => {
 })();"""
 
 
-def static_page(grid: Mapping[str, Sequence[Any]], frames: Sequence[bytes], alts: Sequence[str]) -> str:
-    """Return html that shows one of the frames, chosen by native range inputs, without a kernel or a network."""
-    labels = [[f"{value:g}" if isinstance(value, float) else str(value) for value in grid[name]] for name in grid]
+def static_page(
+    grid: Mapping[str, Sequence[Any]],
+    frames: Sequence[bytes],
+    alts: Sequence[str],
+    start: Sequence[int],
+) -> str:
+    """Return html that shows one of the frames, chosen by native range inputs, without a kernel or a network.
+
+    Args:
+        grid: the values of each slider, by the name of the parameter.
+        frames: the pictures, as webp, in the order of `choices`.
+        alts: the text that stands for each of them.
+        start: the position of each slider at first.
+    """
+    labels = [
+        [f"{value:g}" if isinstance(value, float) else str(value) for value in grid[name]]
+        for name in grid
+    ]
     images = [base64.b64encode(frame).decode() for frame in frames]
     data = html.escape(json.dumps({"frames": images, "alts": list(alts), "labels": labels}))
     sliders = "".join(
-        f'<label>{html.escape(name.replace("_", " "))} <input type="range" min="0" max="{len(texts) - 1}" value="0">'
-        f"<output>{html.escape(texts[0])}</output></label>"
-        for name, texts in zip(grid, labels, strict=True)
+        f'<label>{html.escape(name.replace("_", " "))} <input type="range" min="0" max="{len(texts) - 1}" value="{position}">'
+        f"<output>{html.escape(texts[position])}</output></label>"
+        for name, texts, position in zip(grid, labels, start, strict=True)
     )
-    first = f'<img alt="{html.escape(alts[0])}" src="data:image/webp;base64,{images[0]}">'
+    k = 0
+    for texts, position in zip(labels, start, strict=True):
+        k = k * len(texts) + position  # eq-frame
+    first = f'<img alt="{html.escape(alts[k])}" src="data:image/webp;base64,{images[k]}">'
     return f'<div class="explore" data-frames="{data}">{sliders}{first}<script>{_SCRIPT}</script></div>'
 
-# %% ../nbs/02_drawing.ipynb #cd225818
-def live_widget(draw: Callable[..., Figure], grid: Mapping[str, Sequence[Any]]) -> ipywidgets.Widget:
-    """Return sliders above a picture that `draw` renews whenever one of them moves."""
-    options = {name: [(f"{v:g}" if isinstance(v, float) else str(v), v) for v in values] for name, values in grid.items()}
+# %% ../nbs/02_drawing.ipynb #a450031a
+def live_widget(
+    draw: Callable[..., Figure], grid: Mapping[str, Sequence[Any]], start: Mapping[str, Any]
+) -> ipywidgets.Widget:
+    """Return sliders, each at its value in `start`, above a picture that `draw` renews whenever one of them moves."""
+    options = {
+        name: [(f"{v:g}" if isinstance(v, float) else str(v), v) for v in values]
+        for name, values in grid.items()
+    }
     sliders = {
-        name: ipywidgets.SelectionSlider(options=options[name], description=name.replace("_", " "))
+        name: ipywidgets.SelectionSlider(
+            options=options[name], value=start[name], description=name.replace("_", " ")
+        )
         for name in grid
     }
     picture = ipywidgets.Image(format="webp")
 
     def redraw(_: object = None) -> None:
-        picture.value = encode_frame(draw(**{name: slider.value for name, slider in sliders.items()}))
+        picture.value = encode_frame(
+            draw(**{name: slider.value for name, slider in sliders.items()})
+        )
 
     for slider in sliders.values():
         slider.observe(redraw, names="value")
     redraw()
     return ipywidgets.VBox([*sliders.values(), picture])
 
-# %% ../nbs/02_drawing.ipynb #3da250aa
+# %% ../nbs/02_drawing.ipynb #5ac73de8
 @dataclass(frozen=True)
 class Exhibit:
     """A drawing with sliders: live widgets where a kernel runs, precomputed frames where none does.
@@ -185,41 +220,58 @@ class Exhibit:
     Attributes:
         draw: a pure function from one value a slider to a figure.
         grid: the values of each slider, by the name of the parameter.
+        start: the value of each slider at first.
         alt: maps a choice to the text that stands for its picture; by default it names the choice.
     """
 
     draw: Callable[..., Figure]
     grid: Mapping[str, Sequence[Any]]
+    start: Mapping[str, Any]
     alt: Callable[..., str] | None = None
 
     def describe(self, **choice: Any) -> str:
         """Return the text that stands for the picture of this choice."""
         if self.alt is not None:
             return self.alt(**choice)
-        return "Picture for " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in choice.items())
+        return "Picture for " + ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name, value in choice.items()
+        )
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
         every = choices(self.grid)
         frames = [encode_frame(self.draw(**choice)) for choice in every]
-        page = static_page(self.grid, frames, [self.describe(**choice) for choice in every])
-        view = live_widget(self.draw, self.grid)._repr_mimebundle_()
+        positions = [list(values).index(self.start[name]) for name, values in self.grid.items()]
+        page = static_page(
+            self.grid, frames, [self.describe(**choice) for choice in every], positions
+        )
+        view = live_widget(self.draw, self.grid, self.start)._repr_mimebundle_()
         return {**view, "text/html": page, "text/plain": f"Exhibit({', '.join(self.grid)})"}
 
-# %% ../nbs/02_drawing.ipynb #3110cb33
-def explore(draw: Callable[..., Figure], *, alt: Callable[..., str] | None = None, **grid: Sequence[Any]) -> Exhibit:
+# %% ../nbs/02_drawing.ipynb #c39c3056
+def explore(
+    draw: Callable[..., Figure],
+    *,
+    alt: Callable[..., str] | None = None,
+    start: Mapping[str, Any] | None = None,
+    **grid: Sequence[Any],
+) -> Exhibit:
     """Let the reader turn the parameters of a drawing.
 
     Args:
         draw: a pure function that returns a new figure; its keywords are the names of the sliders.
         alt: maps the same keywords to the text that stands for the picture.
+        start: the value of each slider at first; its first value where none is given.
         **grid: the values of each slider; their product is at most 24 pictures.
 
     Returns:
         An object that a notebook shows as live sliders and a static page as precomputed frames.
 
     Raises:
-        ValueError: if there is no slider, a slider has no value, or the pictures are more than 24.
+        ValueError: if there is no slider, a slider has no value, the pictures are more than 24, or the start is not
+            one of them.
     """
     lists = {name: list(values) for name, values in grid.items()}
-    choices(lists)
-    return Exhibit(draw, lists, alt)
+    first = choices(lists)[0] | dict(start or {})
+    if first not in choices(lists):
+        raise ValueError(f"an exhibit can't start at {first}: choose a value of each slider")
+    return Exhibit(draw, lists, first, alt)

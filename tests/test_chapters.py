@@ -5,8 +5,11 @@ A rule takes a page and the whole book in reading order, and yields its complain
 """
 
 import ast
+import dataclasses
 import io
 import re
+import subprocess
+import sys
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -202,9 +205,17 @@ def beats(page: Page, book: list[Page]) -> Iterator[str]:
             yield f"{cell}: the next cell exports too, with no text or check between"
 
 
+def at_full_width(cell: Cell) -> Cell:
+    """The cell with lines of up to 120 characters, so that wrapping for the width of a page is not counted."""
+    ruff = [Path(sys.executable).with_name("ruff"), "format", "--line-length", "120", "-"]
+    ruff += ["--config", "format.skip-magic-trailing-comma = true"]
+    done = subprocess.run(ruff, input=cell.source, capture_output=True, text=True, check=True)
+    return dataclasses.replace(cell, source=done.stdout)
+
+
 def lengths(page: Page, book: list[Page]) -> Iterator[str]:
     """Exported functions have at most 30 lines of code, and classes 60."""
-    for cell in page.code:
+    for cell in [at_full_width(cell) for cell in page.code if definitions(cell)]:
         for node in [inner for top in definitions(cell) for inner in ast.walk(top) if isinstance(inner, Definition)]:
             is_class = isinstance(node, ast.ClassDef)
             limit = CLASS_LINES.get(node.name, DEFAULT_CLASS_LINES) if is_class else FUNCTION_LINES

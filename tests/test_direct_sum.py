@@ -211,6 +211,18 @@ def test_balancing_happens_once_and_changes_no_product(case, seed, dtype, expone
     assert torch.equal(group.matrix(group.update(once, v, h, 0.1)), group.matrix(group.update(Q, v, h, 0.1)))
 
 
+def test_every_part_is_balanced():
+    group = DirectSum(Kron(T, D), DirectSum(D, Kron(T, T)))
+    (first, (single, second)) = learned(group, ((2, 3), (2, (2, 2))), dtype=torch.float32)
+    up, down = torch.tensor(2.0**40), torch.tensor(2.0**-40)
+    tilted = ((T.scale(first[0], up), D.scale(first[1], down)), (single, (second[0], T.scale(second[1], up))))
+    balanced = group.balance(tilted, torch.tensor(True))
+    for factors, pair in ((group.parts[0].factors, balanced[0]), (group.parts[1].parts[1].factors, balanced[1][1])):
+        left, right = (f.magnitude(q) for f, q in zip(factors, pair, strict=True))
+        assert 1 / 4 < left / right < 4
+    assert same_bits(balanced[1][0], single)
+
+
 @some
 @given(case=sums(), seed=SEEDS)
 def test_scale_and_magnitude(case, seed):

@@ -37,8 +37,8 @@ FLOORS = {
 }
 """The floor of each module, without `psgd_lit.`; theory and drawing (None) import none and are imported by none."""
 
-SAME_FLOOR = {"groups.protocol"}
-"""What the other modules of its package import although it is on their floor."""
+SAME_FLOOR = {"groups.protocol": "groups.", "groups.kron": "groups.direct_sum"}
+"""What is imported on its own floor, and by whom: the protocol by every group, and what combinators share."""
 
 THIRD_PARTY = {"viz": {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy"}}
 """What a module imports beside the standard library and torch."""
@@ -239,7 +239,7 @@ def may_import(module: str, other: str) -> bool:
     mine, theirs = floor(module), floor(other)
     if mine is None or theirs is None:
         return False
-    is_neighbour = other in SAME_FLOOR and module.split(".")[0] == other.split(".")[0]
+    is_neighbour = other in SAME_FLOOR and module.startswith(SAME_FLOOR[other])
     return theirs < mine or (theirs == mine and is_neighbour)
 
 

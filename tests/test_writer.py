@@ -134,8 +134,11 @@ def first_difference(run: Callable[[], str]) -> str:
 @pytest.mark.elsewhere
 @pytest.mark.parametrize("path", PAGES, ids=short)
 def test_same_bytes_twice(path: Path) -> None:
-    """Running a notebook twice gives the same bytes."""
-    assert first_difference(lambda: execute(path)) == ""
+    """Running a notebook twice gives the same bytes; where it was stored on such a machine, that was the first run."""
+    again = execute(path)
+    if again != path.read_text(encoding="utf-8"):
+        runs = iter([again, execute(path)])
+        assert first_difference(lambda: next(runs)) == ""
 
 
 @pytest.mark.parametrize(

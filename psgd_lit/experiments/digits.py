@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# %% ../../nbs/experiments/02_digits.ipynb #0ce4e9f2
+# %% ../../nbs/experiments/02_digits.ipynb #0daa6a77
 def read_idx(path: Path | Traversable) -> Tensor:
     """Read a gzipped array of bytes in MNIST's idx format.
 
@@ -34,14 +34,20 @@ def read_idx(path: Path | Traversable) -> Tensor:
         data = bytearray(gzip.decompress(packed))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not a complete gzip file: {error}") from error
-    if len(data) < 4 or data[:3] != b"\x00\x00\x08":  # two zeros, and the code for unsigned bytes
-        raise ValueError(f"{path} should start like an idx file of bytes, with 000008, not with {data[:3].hex()!r}")
+    if (
+        len(data) < 4 or data[:3] != b"\x00\x00\x08"
+    ):  # two zeros, and the code for unsigned bytes
+        raise ValueError(
+            f"{path} should start like an idx file of bytes, with 000008, not with {data[:3].hex()!r}"
+        )
     start = 4 + 4 * data[3]
     if len(data) < start:
         raise ValueError(f"{path} declares {data[3]} dimensions, and ends before it gives them")
     shape = struct.unpack(f">{data[3]}I", data[4:start])
     if len(data) - start != math.prod(shape):
-        raise ValueError(f"{path} declares the shape {shape}, which does not hold its {len(data) - start} bytes")
+        raise ValueError(
+            f"{path} declares the shape {shape}, which does not hold its {len(data) - start} bytes"
+        )
     return torch.frombuffer(data, dtype=torch.uint8)[start:].view(shape)
 
 # %% ../../nbs/experiments/02_digits.ipynb #66bbe009
@@ -60,8 +66,10 @@ class Digits(NamedTuple):
     x_test: Tensor
     y_test: Tensor
 
-# %% ../../nbs/experiments/02_digits.ipynb #2b8e62cf
-def load_digits(*, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Digits:
+# %% ../../nbs/experiments/02_digits.ipynb #d9f9fd84
+def load_digits(
+    *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> Digits:
     """Load the part of MNIST that the package brings: 200 training and 50 test images of each digit.
 
     Grey levels are scaled to [-1, 1], as in the paper's experiment.

@@ -37,7 +37,7 @@ class SumOfSquares:
         """Return the values at points `x`."""
         return self.residuals(x).square().sum(-1)  # eq-sum-of-squares
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #e4400f4f
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #5daa1cc4
 def extended_rosenbrock(n: int = 2) -> SumOfSquares:
     """Return Rosenbrock's function, summed over `n / 2` separate pairs of coordinates.
 
@@ -47,7 +47,9 @@ def extended_rosenbrock(n: int = 2) -> SumOfSquares:
     Source: Moré, Garbow and Hillstrom 1981, problems 1 and 21; Li 2018, section V.E.
     """
     if n < 2 or n % 2:
-        raise ValueError(f"the extended Rosenbrock function needs pairs of coordinates; n is {n}")
+        raise ValueError(
+            f"the extended Rosenbrock function needs pairs of coordinates; n is {n}"
+        )
 
     def residuals(x: Tensor) -> Tensor:
         left, right = x[..., ::2], x[..., 1::2]
@@ -55,23 +57,31 @@ def extended_rosenbrock(n: int = 2) -> SumOfSquares:
 
     return SumOfSquares("extended Rosenbrock", residuals, (-1.2, 1.0) * (n // 2), (1.0,) * n)
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #7595a8f6
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #7c92aca5
 def _helical_valley(x: Tensor) -> Tensor:
     """Residuals of problem 7."""
     x1, x2, x3 = x.unbind(-1)
     turns = torch.atan2(x2, x1) / (2 * math.pi)
-    turns = torch.where(turns < -0.25, turns + 1, turns)  # the cut lies on the negative second axis
-    return torch.stack([10 * (x3 - 10 * turns), 10 * (torch.hypot(x1, x2) - 1), x3], dim=-1)  # eq-helical-valley
+    turns = torch.where(
+        turns < -0.25, turns + 1, turns
+    )  # the cut lies on the negative second axis
+    return torch.stack(
+        [10 * (x3 - 10 * turns), 10 * (torch.hypot(x1, x2) - 1), x3], dim=-1
+    )  # eq-helical-valley
 
 
-HELICAL_VALLEY = SumOfSquares("helical valley", _helical_valley, (-1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
+HELICAL_VALLEY = SumOfSquares(
+    "helical valley", _helical_valley, (-1.0, 0.0, 0.0), (1.0, 0.0, 0.0)
+)
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #fea9d793
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #51fb141b
 def _wood(x: Tensor) -> Tensor:
     """Residuals of problem 14."""
     x1, x2, x3, x4 = x.unbind(-1)
     valleys = [10 * (x2 - x1**2), 1 - x1, 90**0.5 * (x4 - x3**2), 1 - x3]
-    return torch.stack([*valleys, 10**0.5 * (x2 + x4 - 2), (x2 - x4) / 10**0.5], dim=-1)  # eq-wood
+    return torch.stack(
+        [*valleys, 10**0.5 * (x2 + x4 - 2), (x2 - x4) / 10**0.5], dim=-1
+    )  # eq-wood
 
 
 WOOD = SumOfSquares("Wood", _wood, (-3.0, -1.0, -3.0, -1.0), (1.0,) * 4)
@@ -86,26 +96,32 @@ def _beale(x: Tensor) -> Tensor:
 
 BEALE = SumOfSquares("Beale", _beale, (1.0, 1.0), (3.0, 0.5))
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #ae06ebfb
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #ae42c040
 def _brown_badly_scaled(x: Tensor) -> Tensor:
     """Residuals of problem 4."""
     x1, x2 = x.unbind(-1)
     return torch.stack([x1 - 1e6, x2 - 2e-6, x1 * x2 - 2], dim=-1)  # eq-brown
 
 
-BROWN_BADLY_SCALED = SumOfSquares("Brown badly scaled", _brown_badly_scaled, (1.0, 1.0), (1e6, 2e-6))
+BROWN_BADLY_SCALED = SumOfSquares(
+    "Brown badly scaled", _brown_badly_scaled, (1.0, 1.0), (1e6, 2e-6)
+)
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #878f78b1
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #b55138d4
 def _powell_singular(x: Tensor) -> Tensor:
     """Residuals of problem 13."""
     x1, x2, x3, x4 = x.unbind(-1)
     linear = [x1 + 10 * x2, 5**0.5 * (x3 - x4)]
-    return torch.stack([*linear, (x2 - 2 * x3) ** 2, 10**0.5 * (x1 - x4) ** 2], dim=-1)  # eq-powell
+    return torch.stack(
+        [*linear, (x2 - 2 * x3) ** 2, 10**0.5 * (x1 - x4) ** 2], dim=-1
+    )  # eq-powell
 
 
-POWELL_SINGULAR = SumOfSquares("Powell singular", _powell_singular, (3.0, -1.0, 0.0, 1.0), (0.0,) * 4)
+POWELL_SINGULAR = SumOfSquares(
+    "Powell singular", _powell_singular, (3.0, -1.0, 0.0, 1.0), (0.0,) * 4
+)
 
-# %% ../../nbs/experiments/01_rosenbrock.ipynb #0e1ac499
+# %% ../../nbs/experiments/01_rosenbrock.ipynb #12a5af0e
 def _variably_dimensioned(x: Tensor) -> Tensor:
     """Residuals of problem 25."""
     j = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
@@ -114,7 +130,10 @@ def _variably_dimensioned(x: Tensor) -> Tensor:
 
 
 VARIABLY_DIMENSIONED = SumOfSquares(
-    "variably dimensioned", _variably_dimensioned, tuple(1 - j / 10 for j in range(1, 11)), (1.0,) * 10
+    "variably dimensioned",
+    _variably_dimensioned,
+    tuple(1 - j / 10 for j in range(1, 11)),
+    (1.0,) * 10,
 )
 
 # %% ../../nbs/experiments/01_rosenbrock.ipynb #f30e05cd

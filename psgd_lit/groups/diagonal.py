@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .protocol import Group, State, check_step_size, largest_entry
 
-# %% ../../nbs/groups/03_diagonal.ipynb #7dc12550
+# %% ../../nbs/groups/03_diagonal.ipynb #4d39de1d
 @dataclass(frozen=True)
 class Diagonal(Group):
     """Diagonal matrices with positive entries.
@@ -31,7 +31,12 @@ class Diagonal(Group):
     """
 
     def init(
-        self, shape: int, batch: tuple[int, ...] = (), *, dtype: torch.dtype | None = None, device: Any = None
+        self,
+        shape: int,
+        batch: tuple[int, ...] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
     ) -> State:
         """Return the identity, ones of shape `(*batch, shape)`."""
         return (torch.ones(*batch, shape, dtype=dtype, device=device),)
@@ -101,7 +106,7 @@ def running_rms(rms: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     columns = ((weight / x.shape[-1]).sqrt()[..., None] * x).unbind(-1)
     return reduce(torch.hypot, columns, (1 - weight).sqrt() * rms)  # eq-running-rms
 
-# %% ../../nbs/groups/03_diagonal.ipynb #dc1a0042
+# %% ../../nbs/groups/03_diagonal.ipynb #15aef698
 @dataclass(frozen=True)
 class Equilibration(Diagonal):
     """Diagonal matrices learned in closed form, `P = diag(sqrt(E[v v] / E[h h]))`: equilibrated SGD.
@@ -124,7 +129,12 @@ class Equilibration(Diagonal):
     """
 
     def init(
-        self, shape: int, batch: tuple[int, ...] = (), *, dtype: torch.dtype | None = None, device: Any = None
+        self,
+        shape: int,
+        batch: tuple[int, ...] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
     ) -> State:
         """Return the identity: means of 1 that no pair has entered."""
         ones = torch.ones(*batch, shape, dtype=dtype, device=device)
@@ -161,7 +171,9 @@ class Equilibration(Diagonal):
         rms_v, rms_h, count = Q
         finite = largest_entry((v, h), v.dim() - 2).isfinite()
         learns = finite[..., None] & (h != 0).any(-1)
-        weight = (1 / (count + 1)).clamp(min=lr[..., None] if isinstance(lr, Tensor) else lr)  # eq-running-weight
+        weight = (1 / (count + 1)).clamp(
+            min=lr[..., None] if isinstance(lr, Tensor) else lr
+        )  # eq-running-weight
         met = torch.where(h == 0, 0.0, v)
         after = (running_rms(rms_v, met, weight), running_rms(rms_h, h, weight), count + 1)
         return tuple(torch.where(learns, new, old) for new, old in zip(after, Q, strict=True))

@@ -20,7 +20,7 @@ def even_pieces(n: int, count: int) -> list[int]:
     """Return the sizes of `count` consecutive pieces of n that differ by at most one, larger ones first."""
     return [(n + i) // count for i in reversed(range(count))]
 
-# %% ../../nbs/groups/07_composition.ipynb #b6360dcf
+# %% ../../nbs/groups/07_composition.ipynb #b7b270a6
 def block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
     """Return the direct sum of square matrices for each member of the batch.
 
@@ -32,11 +32,16 @@ def block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
     """
     sizes = [block.shape[-1] for block in blocks]
     starts = accumulate(sizes, initial=0)
-    margins = [(start, sum(sizes) - start - size) for start, size in zip(starts, sizes, strict=False)]
-    rows = [torch.nn.functional.pad(block, margin) for block, margin in zip(blocks, margins, strict=True)]
+    margins = [
+        (start, sum(sizes) - start - size) for start, size in zip(starts, sizes, strict=False)
+    ]
+    rows = [
+        torch.nn.functional.pad(block, margin)
+        for block, margin in zip(blocks, margins, strict=True)
+    ]
     return torch.cat(rows, -2)  # eq-direct-sum
 
-# %% ../../nbs/groups/07_composition.ipynb #ecb1bcfe
+# %% ../../nbs/groups/07_composition.ipynb #7b0d5608
 @dataclass(frozen=True, init=False, repr=False)
 class DirectSum(Group):
     """Block-diagonal matrices of any groups, one for each of consecutive pieces of a dimension.
@@ -73,15 +78,25 @@ class DirectSum(Group):
         return f"DirectSum({', '.join(map(repr, self.parts))})"
 
     def init(
-        self, shape: Any, batch: tuple[int, ...] = (), *, dtype: torch.dtype | None = None, device: Any = None
+        self,
+        shape: Any,
+        batch: tuple[int, ...] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
     ) -> State:
         """Return identities; `shape` has one entry for each part."""
-        return tuple(p.init(n, batch, dtype=dtype, device=device) for p, n in one_for_each(self.parts, shape))
+        return tuple(
+            p.init(n, batch, dtype=dtype, device=device)
+            for p, n in one_for_each(self.parts, shape)
+        )
 
     def shape_for(self, dimensions: tuple[int, ...]) -> Any:
         """Return one entry for each part: the first dimension is cut evenly, larger pieces first, the others stay."""
         pieces = even_pieces(dimensions[0], len(self.parts))
-        return tuple(p.shape_for((n, *dimensions[1:])) for p, n in zip(self.parts, pieces, strict=True))
+        return tuple(
+            p.shape_for((n, *dimensions[1:])) for p, n in zip(self.parts, pieces, strict=True)
+        )
 
     def numel(self, shape: Any) -> int:
         """Return the sum over the parts."""
@@ -95,9 +110,13 @@ class DirectSum(Group):
         """Return the sum of the sizes."""
         return sum(self.sizes(Q))
 
-    def _act(self, actions: Sequence[Callable[[State, Tensor], Tensor]], Q: State, x: Tensor) -> Tensor:
+    def _act(
+        self, actions: Sequence[Callable[[State, Tensor], Tensor]], Q: State, x: Tensor
+    ) -> Tensor:
         pieces = torch.split(x, self.sizes(Q), -2)
-        return torch.cat([action(q, piece) for action, q, piece in zip(actions, Q, pieces, strict=True)], -2)
+        return torch.cat(
+            [action(q, piece) for action, q, piece in zip(actions, Q, pieces, strict=True)], -2
+        )
 
     def apply(self, Q: State, x: Tensor) -> Tensor:
         """Return `Q x`, piece by piece."""
@@ -115,13 +134,19 @@ class DirectSum(Group):
         """Return `Q^-T x`, piece by piece."""
         return self._act([p.solve_t for p in self.parts], Q, x)
 
-    def _seen(self, Q: State, a: Tensor, b: Tensor) -> Iterator[tuple[Group, State, Tensor, Tensor]]:
+    def _seen(
+        self, Q: State, a: Tensor, b: Tensor
+    ) -> Iterator[tuple[Group, State, Tensor, Tensor]]:
         sizes = self.sizes(Q)
-        return zip(self.parts, Q, torch.split(a, sizes, -2), torch.split(b, sizes, -2), strict=True)
+        return zip(
+            self.parts, Q, torch.split(a, sizes, -2), torch.split(b, sizes, -2), strict=True
+        )
 
     def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
         """Return the slope of each part, from its pieces of `a` and `b`."""
-        return tuple(p.slope(q, a_i, b_i) for p, q, a_i, b_i in self._seen(Q, a, b))  # eq-sum-slope
+        return tuple(
+            p.slope(q, a_i, b_i) for p, q, a_i, b_i in self._seen(Q, a, b)
+        )  # eq-sum-slope
 
     def descent(self, E: State, lr: float | Tensor, batch_dims: int) -> State:
         """Return the descent of each part, each with a maximum of its own."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .protocol import Group, State
 
-# %% ../../nbs/groups/04_kron.ipynb #71f8b0ee
+# %% ../../nbs/groups/04_kron.ipynb #011c4420
 def unfold(x: Tensor, sizes: Sequence[int], i: int) -> Tensor:
     """Return the unfolding along dimension i of a block stored as vectors.
 
@@ -29,10 +29,16 @@ def unfold(x: Tensor, sizes: Sequence[int], i: int) -> Tensor:
         A matrix whose columns are the lines along dimension i, shape `(*batch, sizes[i], n / sizes[i] * k)`.
     """
     batch_dims = x.dim() - 2
-    return torch.unflatten(x, -2, sizes).movedim(batch_dims + i, batch_dims).flatten(batch_dims + 1)
+    return (
+        torch.unflatten(x, -2, sizes)
+        .movedim(batch_dims + i, batch_dims)
+        .flatten(batch_dims + 1)
+    )
 
-# %% ../../nbs/groups/04_kron.ipynb #7e7ba2c8
-def act_along(action: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int], i: int) -> Tensor:
+# %% ../../nbs/groups/04_kron.ipynb #d819f84a
+def act_along(
+    action: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int], i: int
+) -> Tensor:
     """Apply an action on columns to dimension i of a block stored as vectors.
 
     Args:
@@ -69,7 +75,7 @@ def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     near = torch.exp2(exponent.to(dtype) + 0.5)
     return near / (2 * torch.frexp(near).mantissa)
 
-# %% ../../nbs/groups/04_kron.ipynb #8b1545c9
+# %% ../../nbs/groups/04_kron.ipynb #6e2badcb
 def one_for_each(members: Sequence[Group], shape: Any) -> list[tuple[Group, Any]]:
     """Return each factor or part with its entry of the shape.
 
@@ -77,10 +83,12 @@ def one_for_each(members: Sequence[Group], shape: Any) -> list[tuple[Group, Any]
         ValueError: if the shape is not a sequence of as many entries.
     """
     if not isinstance(shape, Sequence) or len(shape) != len(members):
-        raise ValueError(f"{shape!r} does not fit {list(members)}: a shape has one entry for each")
+        raise ValueError(
+            f"{shape!r} does not fit {list(members)}: a shape has one entry for each"
+        )
     return list(zip(members, shape, strict=True))
 
-# %% ../../nbs/groups/04_kron.ipynb #2b7f92fd
+# %% ../../nbs/groups/04_kron.ipynb #c064d2d4
 @dataclass(frozen=True, init=False, repr=False)
 class Kron(Group):
     """Kronecker products of matrices of any groups, one for each dimension of a block.
@@ -112,10 +120,18 @@ class Kron(Group):
         return f"Kron({', '.join(map(repr, self.factors))})"
 
     def init(
-        self, shape: Any, batch: tuple[int, ...] = (), *, dtype: torch.dtype | None = None, device: Any = None
+        self,
+        shape: Any,
+        batch: tuple[int, ...] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
     ) -> State:
         """Return identities; `shape` has one entry for each factor."""
-        return tuple(f.init(n, batch, dtype=dtype, device=device) for f, n in one_for_each(self.factors, shape))
+        return tuple(
+            f.init(n, batch, dtype=dtype, device=device)
+            for f, n in one_for_each(self.factors, shape)
+        )
 
     def shape_for(self, dimensions: tuple[int, ...]) -> Any:
         """Return one entry for each factor, from one dimension for each."""
@@ -133,7 +149,9 @@ class Kron(Group):
         """Return the product of the sizes."""
         return prod(self.sizes(Q))
 
-    def _act(self, actions: Sequence[Callable[[State, Tensor], Tensor]], Q: State, x: Tensor) -> Tensor:
+    def _act(
+        self, actions: Sequence[Callable[[State, Tensor], Tensor]], Q: State, x: Tensor
+    ) -> Tensor:
         sizes = self.sizes(Q)
         for i, (action, q) in enumerate(zip(actions, Q, strict=True)):
             x = act_along(partial(action, q), x, sizes, i)  # eq-kron-vec
@@ -155,14 +173,18 @@ class Kron(Group):
         """Return `Q^-T x`, factor by factor."""
         return self._act([f.solve_t for f in self.factors], Q, x)
 
-    def _seen(self, Q: State, a: Tensor, b: Tensor) -> Iterator[tuple[Group, State, Tensor, Tensor]]:
+    def _seen(
+        self, Q: State, a: Tensor, b: Tensor
+    ) -> Iterator[tuple[Group, State, Tensor, Tensor]]:
         sizes = self.sizes(Q)
         for i, (f, q) in enumerate(zip(self.factors, Q, strict=True)):
             yield f, q, unfold(a, sizes, i), unfold(b, sizes, i)
 
     def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
         """Return the slope of each factor, from the unfoldings of `a` and `b`."""
-        return tuple(f.slope(q, a_i, b_i) for f, q, a_i, b_i in self._seen(Q, a, b))  # eq-kron-order
+        return tuple(
+            f.slope(q, a_i, b_i) for f, q, a_i, b_i in self._seen(Q, a, b)
+        )  # eq-kron-order
 
     def descent(self, E: State, lr: float | Tensor, batch_dims: int) -> State:
         """Return the descent of each factor, each with a maximum of its own."""
@@ -188,11 +210,16 @@ class Kron(Group):
         """Return Q with the binary exponents of the factors' magnitudes levelled, and the factors balanced."""
         magnitudes = torch.stack([f.magnitude(q) for f, q in zip(self.factors, Q, strict=True)])
         shifts = torch.where(live, levelling_shifts(torch.frexp(magnitudes).exponent), 0)
-        for part in (shifts // 2, shifts - shifts // 2):  # a whole shift may be out of the range of the dtype
+        for part in (
+            shifts // 2,
+            shifts - shifts // 2,
+        ):  # a whole shift may be out of the range of the dtype
             powers = power_of_two(part, magnitudes.dtype)
             Q = tuple(f.scale(q, c) for f, q, c in zip(self.factors, Q, powers, strict=True))
         return tuple(f.balance(q, live) for f, q in zip(self.factors, Q, strict=True))
 
     def matrix(self, Q: State) -> Tensor:
         """Return the Kronecker product of the factors' matrices."""
-        return reduce(kronecker_product, (f.matrix(q) for f, q in zip(self.factors, Q, strict=True)))
+        return reduce(
+            kronecker_product, (f.matrix(q) for f, q in zip(self.factors, Q, strict=True))
+        )

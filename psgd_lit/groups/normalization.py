@@ -31,7 +31,7 @@ def normalization_slope(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     column = (total_above * difference_last + difference_above * total_last).sum(-1) / 2
     return (total * difference).sum(-1), column  # eq-normalization-slope
 
-# %% ../../nbs/groups/05_scan.ipynb #f46f99bb
+# %% ../../nbs/groups/05_scan.ipynb #d90b0c71
 @dataclass(frozen=True)
 class Normalization(Group):
     """Matrices with a positive diagonal and a last column: a scale and a shift for each input of a layer.
@@ -52,7 +52,12 @@ class Normalization(Group):
     """
 
     def init(
-        self, shape: int, batch: tuple[int, ...] = (), *, dtype: torch.dtype | None = None, device: Any = None
+        self,
+        shape: int,
+        batch: tuple[int, ...] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
     ) -> State:
         """Return the identity: ones of shape `(*batch, shape)`, and zeros."""
         d = torch.ones(*batch, shape, dtype=dtype, device=device)
@@ -75,24 +80,32 @@ class Normalization(Group):
     def apply(self, Q: State, x: Tensor) -> Tensor:
         """Return `Q x`."""
         (scales, shifts, last), (features, constant) = self.columns(Q), x.tensor_split([-1], -2)
-        return torch.cat([scales * features + shifts * constant, last * constant], -2)  # eq-normalization
+        return torch.cat(
+            [scales * features + shifts * constant, last * constant], -2
+        )  # eq-normalization
 
     def apply_t(self, Q: State, x: Tensor) -> Tensor:
         """Return `Q^T x`."""
         (scales, shifts, last), (features, constant) = self.columns(Q), x.tensor_split([-1], -2)
-        return torch.cat([scales * features, last * constant + (shifts * features).sum(-2, keepdim=True)], -2)
+        return torch.cat(
+            [scales * features, last * constant + (shifts * features).sum(-2, keepdim=True)], -2
+        )
 
     def solve(self, Q: State, x: Tensor) -> Tensor:
         """Return `Q^-1 x`."""
         (scales, shifts, last), (features, constant) = self.columns(Q), x.tensor_split([-1], -2)
         constant = constant / last
-        return torch.cat([(features - shifts * constant) / scales, constant], -2)  # eq-normalization-group
+        return torch.cat(
+            [(features - shifts * constant) / scales, constant], -2
+        )  # eq-normalization-group
 
     def solve_t(self, Q: State, x: Tensor) -> Tensor:
         """Return `Q^-T x`."""
         (scales, shifts, last), (features, constant) = self.columns(Q), x.tensor_split([-1], -2)
         features = features / scales
-        return torch.cat([features, (constant - (shifts * features).sum(-2, keepdim=True)) / last], -2)
+        return torch.cat(
+            [features, (constant - (shifts * features).sum(-2, keepdim=True)) / last], -2
+        )
 
     def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
         """Return the diagonal and the last column of `a a^T - b b^T`."""

@@ -61,7 +61,7 @@ def check_step_size(lr: float | Tensor) -> None:
     if not isinstance(lr, Tensor) and not 0 < lr < 1:
         raise ValueError(f"the step size of a preconditioner lies in (0, 1), and {lr} does not")
 
-# %% ../../nbs/groups/01_lie.ipynb #5ec5de1a
+# %% ../../nbs/groups/01_lie.ipynb #c851c5da
 class Group(ABC):
     """Matrices Q that keep their form under products, with the means to learn P = Q^T Q on them.
 
@@ -73,7 +73,12 @@ class Group(ABC):
 
     @abstractmethod
     def init(
-        self, shape: Any, batch: tuple[int, ...] = (), *, dtype: torch.dtype | None = None, device: Any = None
+        self,
+        shape: Any,
+        batch: tuple[int, ...] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
     ) -> State:
         """Return the identity for blocks of this shape: an int, or one entry for each factor or part."""
 

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from .protocol import Group, State, largest_entry
 
-# %% ../../nbs/groups/06_sparse_lu.ipynb #b222eea5
-def bordered_difference(x: Tensor, p: Tensor, y: Tensor, q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+# %% ../../nbs/groups/06_sparse_lu.ipynb #d0f0ea0d
+def bordered_difference(
+    x: Tensor, p: Tensor, y: Tensor, q: Tensor, rank: int
+) -> tuple[Tensor, Tensor]:
     """Return `x p^T - y q^T` in the lower triangle of the first columns, and on the rest of the diagonal.
 
     Args:
@@ -24,10 +26,13 @@ def bordered_difference(x: Tensor, p: Tensor, y: Tensor, q: Tensor, rank: int) -
         The columns, `(*batch, n, r)`, zero above the diagonal, and the other diagonal entries, `(*batch, n - r)`.
     """
     r = min(rank, x.shape[-2])
-    u, w = torch.cat([x + y, x - y], -1) / 2, torch.cat([p - q, p + q], -1)  # eq-splu-difference
+    u, w = (
+        torch.cat([x + y, x - y], -1) / 2,
+        torch.cat([p - q, p + q], -1),
+    )  # eq-splu-difference
     return (u @ w[..., :r, :].mT).tril(), (u * w)[..., r:, :].sum(-1)
 
-# %% ../../nbs/groups/06_sparse_lu.ipynb #1684b7b3
+# %% ../../nbs/groups/06_sparse_lu.ipynb #1f4e7ac4
 @dataclass(frozen=True)
 class Bordered(Group):
     """Lower triangular matrices with a positive diagonal, zero below it except in the first `rank` columns.
@@ -50,7 +55,12 @@ class Bordered(Group):
             raise ValueError(f"the rank is at least 0, and {self.rank} is not")
 
     def init(
-        self, shape: int, batch: tuple[int, ...] = (), *, dtype: torch.dtype | None = None, device: Any = None
+        self,
+        shape: int,
+        batch: tuple[int, ...] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
     ) -> State:
         """Return the identity for vectors of `shape` entries."""
         r = min(self.rank, shape)
@@ -76,17 +86,25 @@ class Bordered(Group):
     def apply_t(self, Q: State, x: Tensor) -> Tensor:
         """Return `Q^T x`."""
         columns, diagonal = Q
-        return torch.cat([columns.mT @ x, diagonal[..., None] * x[..., columns.shape[-1] :, :]], -2)
+        return torch.cat(
+            [columns.mT @ x, diagonal[..., None] * x[..., columns.shape[-1] :, :]], -2
+        )
 
     def solve(self, Q: State, x: Tensor) -> Tensor:
         """Return `Q^-1 x`, by substitution in the corner."""
-        (corner, border), (head, tail) = (y.tensor_split([Q[0].shape[-1]], -2) for y in (Q[0], x))
+        (corner, border), (head, tail) = (
+            y.tensor_split([Q[0].shape[-1]], -2) for y in (Q[0], x)
+        )
         head = torch.linalg.solve_triangular(corner, head, upper=False)
-        return torch.cat([head, (tail - border @ head) / Q[1][..., None]], -2)  # eq-splu-inverse
+        return torch.cat(
+            [head, (tail - border @ head) / Q[1][..., None]], -2
+        )  # eq-splu-inverse
 
     def solve_t(self, Q: State, x: Tensor) -> Tensor:
         """Return `Q^-T x`, by substitution in the corner."""
-        (corner, border), (head, tail) = (y.tensor_split([Q[0].shape[-1]], -2) for y in (Q[0], x))
+        (corner, border), (head, tail) = (
+            y.tensor_split([Q[0].shape[-1]], -2) for y in (Q[0], x)
+        )
         tail = tail / Q[1][..., None]
         head = torch.linalg.solve_triangular(corner.mT, head - border.mT @ tail, upper=True)
         return torch.cat([head, tail], -2)  # eq-splu-inverse
@@ -130,7 +148,7 @@ def power_below(x: Tensor) -> Tensor:
     """Return the largest power of two that is not above x, for positive finite x."""
     return x / (2 * torch.frexp(x).mantissa)
 
-# %% ../../nbs/groups/06_sparse_lu.ipynb #a5f49f69
+# %% ../../nbs/groups/06_sparse_lu.ipynb #0e301d23
 @dataclass(frozen=True)
 class SparseLU(Group):
     """Products `Q = L U` of two sparse triangular matrices with positive diagonals.
@@ -161,7 +179,12 @@ class SparseLU(Group):
         return Bordered(self.rank)
 
     def init(
-        self, shape: int, batch: tuple[int, ...] = (), *, dtype: torch.dtype | None = None, device: Any = None
+        self,
+        shape: int,
+        batch: tuple[int, ...] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
     ) -> State:
         """Return the identity for vectors of `shape` entries."""
         L, R = (self.half.init(shape, batch, dtype=dtype, device=device) for _ in range(2))
@@ -193,7 +216,12 @@ class SparseLU(Group):
 
     def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
         """Return the slopes of L and of U^T, `a a^T - b b^T` and `h (P h)^T - P^-1 v v^T` on the pattern."""
-        Ph, h, v, Pinv_v = self.apply_t(Q, a), self.solve(Q, a), self.apply_t(Q, b), self.solve(Q, b)
+        Ph, h, v, Pinv_v = (
+            self.apply_t(Q, a),
+            self.solve(Q, a),
+            self.apply_t(Q, b),
+            self.solve(Q, b),
+        )
         E_U = bordered_difference(h, Ph, Pinv_v, v, self.rank)
         return (self.half.slope(Q[0], a, b), E_U)  # eq-splu-slopes
 
@@ -202,7 +230,10 @@ class SparseLU(Group):
         steps = [self.half.descent(e, lr, batch_dims) for e in E]
         finite = [largest_entry(e, batch_dims).isfinite() for e in E]
         return tuple(
-            (torch.where(f[..., None, None], columns, 0.0), torch.where(f[..., None], rest, 0.0))
+            (
+                torch.where(f[..., None, None], columns, 0.0),
+                torch.where(f[..., None], rest, 0.0),
+            )
             for f, (columns, rest) in zip(finite, steps, strict=True)
         )
 
@@ -214,7 +245,10 @@ class SparseLU(Group):
         """Return Q with the binary exponents of the diagonals of L and U levelled, index by index."""
         left, right = (power_below(self.half.diagonal(q)).sqrt() for q in Q)
         c = torch.where(live[..., None], power_below(left / right), 1.0)
-        return (self.half.scale_columns(Q[0], 1 / c), self.half.scale_columns(Q[1], c))  # eq-splu-balance
+        return (
+            self.half.scale_columns(Q[0], 1 / c),
+            self.half.scale_columns(Q[1], c),
+        )  # eq-splu-balance
 
     def scale(self, Q: State, c: Tensor) -> State:
         """Return `c Q`, by L."""

@@ -26,7 +26,7 @@ def triangular_slope(a: Tensor, b: Tensor) -> Tensor:
     product = (a + b) @ (a - b).mT  # eq-sum-difference
     return ((product + product.mT) / 2).triu()  # eq-triangular-slope
 
-# %% ../../nbs/groups/02_triangular.ipynb #d7fb98b3
+# %% ../../nbs/groups/02_triangular.ipynb #e4cca89f
 BLOCK = 64  # rows at a time: the triangle of a block and the rows it multiplies fit a cache
 
 
@@ -45,18 +45,23 @@ def add_triangular_product(Q: Tensor, u: Tensor, w: Tensor) -> Tensor:
         block = slice(start, start + BLOCK)
         rows, u_block, w_block = Q[..., block, start:], u[..., block, :], w[..., block, :]
         triangle = (u_block @ w_block.mT).triu()
-        out[..., block, start:] = rows + triangle @ rows + u_block @ below[..., start:]  # eq-suffix
+        out[..., block, start:] = (
+            rows + triangle @ rows + u_block @ below[..., start:]
+        )  # eq-suffix
         below[..., start:] += w_block.mT @ rows
     return out
 
-# %% ../../nbs/groups/02_triangular.ipynb #81224e57
+# %% ../../nbs/groups/02_triangular.ipynb #46388897
 def largest_product_entry(u: Tensor, w: Tensor) -> Tensor:
     """Return `max |u w^T|` for symmetric `u w^T`, for each member of the batch, without storing the matrix."""
     starts = range(0, max(u.shape[-2], 1), BLOCK)
-    maxima = [largest_entry([u[..., i : i + BLOCK, :] @ w[..., i:, :].mT], u.dim() - 2) for i in starts]
+    maxima = [
+        largest_entry([u[..., i : i + BLOCK, :] @ w[..., i:, :].mT], u.dim() - 2)
+        for i in starts
+    ]
     return torch.stack(maxima).amax(0)
 
-# %% ../../nbs/groups/02_triangular.ipynb #258c4170
+# %% ../../nbs/groups/02_triangular.ipynb #ada585ef
 @dataclass(frozen=True)
 class Triangular(Group):
     """Upper triangular matrices with a positive diagonal: every dense P has one such factor.
@@ -74,7 +79,12 @@ class Triangular(Group):
     """
 
     def init(
-        self, shape: int, batch: tuple[int, ...] = (), *, dtype: torch.dtype | None = None, device: Any = None
+        self,
+        shape: int,
+        batch: tuple[int, ...] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
     ) -> State:
         """Return the identity, `(*batch, shape, shape)`."""
         return (torch.eye(shape, dtype=dtype, device=device).repeat(*batch, 1, 1),)
@@ -118,7 +128,10 @@ class Triangular(Group):
         n, k = a.shape[-2:]
         if n < 4 * k:
             return super().relative_step(Q, a, b, lr)
-        u, w = torch.cat([a + b, a - b], -1) / 2, torch.cat([a - b, a + b], -1)  # eq-sum-difference
+        u, w = (
+            torch.cat([a + b, a - b], -1) / 2,
+            torch.cat([a - b, a + b], -1),
+        )  # eq-sum-difference
         rate = -lr / (largest_product_entry(u, w) + torch.finfo(u.dtype).tiny)  # eq-step
         return (add_triangular_product(Q[0], rate[..., None, None] * u, w),)
 
