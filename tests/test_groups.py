@@ -36,6 +36,12 @@ GROUPS: list[Group] = [
     DirectSum(Triangular(), Diagonal()),
     Kron(DirectSum(Triangular(), Normalization()), Diagonal()),
 ]
+LONG = [
+    *[Triangular(), Diagonal(), Normalization(), SparseLU(2), Kron(Triangular(), Triangular())],
+    Kron(DirectSum(Triangular(), Normalization()), Diagonal()),
+]
+"""The groups of the longest test: each kind once, and a nesting."""
+
 EVERY_GROUP = pytest.mark.parametrize("group", GROUPS, ids=repr)
 SIZES = st.sampled_from([0, 1, 2, 3, 7, 64, 65, 130])
 BATCHES = st.sampled_from([(), (1,), (3,), (2, 2), (0,)])
@@ -258,7 +264,7 @@ def test_inverses_stay_accurate_for_small_steps(group, n):
     assert error < 1e-4
 
 
-@EVERY_GROUP
+@pytest.mark.parametrize("group", LONG, ids=repr)
 @pytest.mark.slow
 def test_hundred_thousand_noisy_steps(group):
     """Gradients from 1e-20 to 1e15 in float32: after 100,000 steps Q is positive, finite, and P H near the identity."""
