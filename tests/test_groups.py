@@ -241,10 +241,10 @@ def test_triangular_is_equivariant_under_its_own_group(n, seed):
 
 
 @EVERY_GROUP
-@pytest.mark.parametrize("lr", [0.01, 0.5, 0.99])
+@pytest.mark.parametrize("lr", [0.01, 0.5, 0.99, 0.999])
 def test_never_leaves_the_group(group, lr):
     Q = group.init(shape_of(group, 6), batch=(40,))
-    for t in range(100):
+    for t in range(300):
         v, h = normal(2, 40, 6, 1, seed=t, dtype=torch.float32)
         Q = group.update(Q, v, h * 10.0 ** (t % 7 - 3), lr=lr)
         for diagonal in diagonals(group, Q):
