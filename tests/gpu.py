@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from psgd_lit.blocks import Bucket, blocks_of, leaves, map_leaves  # noqa: E402
+from psgd_lit.blocks import Bucket, choose, leaves, map_leaves  # noqa: E402
 from psgd_lit.groups.diagonal import Diagonal, Equilibration  # noqa: E402
 from psgd_lit.groups.kron import Kron  # noqa: E402
 from psgd_lit.groups.normalization import Normalization  # noqa: E402
@@ -139,10 +139,10 @@ def triangular_steps(device: str, sizes: list[int], repeats: int) -> dict[str, d
 def bucket_steps(device: str, width: int, depth: int, repeats: int) -> dict[str, float]:
     """Seconds of one update of many equal blocks, in one bucket and in one bucket each."""
     params = [torch.zeros(width, width, device=device) for _ in range(depth)]
-    blocks = blocks_of("kron", params)
+    choices = choose("kron", params)
     source = torch.Generator(device).manual_seed(0)
     v = {p: torch.randn(width, width, device=device, generator=source) for p in params}
-    together, alone = Bucket(blocks, 1.0, [None] * depth), [Bucket([block], 1.0, [None]) for block in blocks]
+    together, alone = Bucket(choices, 1.0, [None] * depth), [Bucket([choice], 1.0, [None]) for choice in choices]
     return {
         "one bucket": seconds(lambda: together.fit(v, v, 0.01), device, repeats),
         "a bucket each": seconds(lambda: [bucket.fit(v, v, 0.01) for bucket in alone], device, repeats),

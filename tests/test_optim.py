@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import psgd_lit.optim
+import psgd_lit.derivatives
 from psgd_lit.blocks import KronRule, leaves
 from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.triangular import Triangular
-from psgd_lit.optim import PSGD, draw_probes, period
+from psgd_lit.derivatives import draw_probes
+from psgd_lit.optim import PSGD, period
 
-PRECONDITIONERS = ["dense", "kron", "diagonal", "esgd", Diagonal(), Triangular(), KronRule(max_size=4)]
+PRECONDITIONERS = ["dense", "splu", "kron", "diagonal", "esgd", Diagonal(), Triangular(), KronRule(max_size=4)]
 CASES = pytest.mark.parametrize("preconditioner", PRECONDITIONERS, ids=repr)
 
 
@@ -163,8 +164,8 @@ def test_step_with_nothing_to_do():
 def test_products_are_counted(monkeypatch):
     """One Hessian-vector product on a step that is due, none on the others."""
     calls = []
-    original = psgd_lit.optim.hvp_exact
-    monkeypatch.setattr(psgd_lit.optim, "hvp_exact", lambda *args: calls.append(1) or original(*args))
+    original = psgd_lit.derivatives.hvp_exact
+    monkeypatch.setattr(psgd_lit.derivatives, "hvp_exact", lambda *args: calls.append(1) or original(*args))
     net = network()
     opt = PSGD(net.parameters(), lr=0.05, update_every=4)
     due, closures = [], 0
@@ -236,7 +237,7 @@ def test_a_group_added_later_joins_the_run():
     opt.add_param_group({"params": list(net[2].parameters()), "preconditioner": "diagonal"})
     assert opt.param_groups[1]["t"] == 3
     before = weights(net)
-    opt.buckets()
+    opt.describe()
     assert same(first, leaves(opt.state[net[0].weight]["Q"]))
     opt.step(lambda: loss_of(net))
     assert not any(torch.equal(a, b) for a, b in zip(before, weights(net), strict=True))
@@ -455,7 +456,7 @@ BAD = [
     ({"momentum": 1.0}, ValueError, r"\[0, 1\)"),
     ({"seed": -1}, ValueError, "seed"),
     ({"seed": 0.5}, ValueError, "integer"),
-    ({"preconditioner": "newton"}, ValueError, "dense, kron, diagonal, esgd"),
+    ({"preconditioner": "newton"}, ValueError, "dense, splu, kron, scan, diagonal, esgd"),
     ({"preconditioner": 3}, TypeError, "a name, a group or a rule"),
     ({"preconditioner": Kron(Triangular())}, ValueError, "does not fit"),
 ]
@@ -472,13 +473,11 @@ def test_bad_settings_are_refused_by_name(wrong, kind, message):
     assert len(opt.param_groups) == 1
 
 
-def test_shared_settings_and_complex_parameters_are_refused():
+def test_shared_settings_are_refused():
     net = network()
     opt = PSGD(net[0].parameters(), lr=0.1)
     with pytest.raises(ValueError, match="hvp is shared"):
         opt.add_param_group({"params": list(net[2].parameters()), "hvp": "approx"})
-    with pytest.raises(ValueError, match="view_as_real"):
-        PSGD([torch.zeros(2, dtype=torch.complex64, requires_grad=True)], lr=0.1)
 
 
 def test_dense_that_is_too_large_is_refused():
