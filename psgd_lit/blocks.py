@@ -2,21 +2,21 @@
 
 # %% auto #0
 __all__ = ['Rule', 'Preconditioner', 'RULES', 'FLAT_RULES', 'MAX_DENSE', 'KronRule', 'ScanRule', 'rule_of', 'Choice', 'cover',
-           'choose', 'leaves', 'map_leaves', 'state_dtype', 'describe_choices', 'Bucket', 'kind_of', 'buckets_of']
+           'choose', 'leaves', 'state_dtype', 'describe_choices', 'names_of']
 
-# %% ../nbs/08_blocks.ipynb #fdec08a3
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+# %% ../nbs/08_blocks.ipynb #150082ed
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .affine import Block, as_real, flat_block, parameter_block
+from .affine import Block, flat_block, parameter_block
 from .groups.diagonal import Diagonal, Equilibration
 from .groups.kron import Kron
 from .groups.normalization import Normalization
-from .groups.protocol import Group, State
+from .groups.protocol import Group
 from .groups.sparse_lu import SparseLU
 from .groups.triangular import Triangular
 
@@ -129,10 +129,26 @@ def cover(params: Iterable[Tensor], blocks: Iterable[Block]) -> list[Block]:
         owner |= {p: block for p in block.params if p in params}
     return list(dict.fromkeys(owner.get(p) or parameter_block(p) for p in params))
 
-# %% ../nbs/08_blocks.ipynb #22313007
+# %% ../nbs/08_blocks.ipynb #0ee1e1be
 MAX_DENSE = 20_000  # parameters: a dense factor of this size takes 1.6 GB in float32
 
 
+def _check_name(preconditioner: str, block: Block) -> None:
+    """Raise a `ValueError` if a block is too large for "dense", or lacks the constant column for "scan"."""
+    if preconditioner == "dense" and block.shape[0] > MAX_DENSE:
+        raise ValueError(
+            f'preconditioner="dense" would need {Triangular().numel(block.shape[0])} entries for {block.shape[0]} '
+            f'parameters, and its limit is {MAX_DENSE} parameters: choose "kron" or "splu", or give fewer parameters '
+            "to this param group"
+        )
+    if preconditioner == "scan" and len(block.shape) == 2 and not block.constant:
+        raise ValueError(
+            f'preconditioner="scan" normalizes the inputs of a matrix with a bias, and the block of shape {block.shape} '
+            "has no column for it: pass blocks=affine_blocks(model), and layers without a bias in a param group with "
+            "another preconditioner"
+        )
+
+# %% ../nbs/08_blocks.ipynb #424fe524
 def choose(
     preconditioner: Preconditioner, params: Iterable[Tensor], blocks: Iterable[Block] = ()
 ) -> list[Choice]:
@@ -149,35 +165,17 @@ def choose(
             "scan" meets a matrix without the constant column.
         TypeError: if the preconditioner is none of these.
     """
-    rule, flat = (
-        rule_of(preconditioner),
-        preconditioner in FLAT_RULES if isinstance(preconditioner, str) else False,
-    )
-    covered = cover(params, blocks)
-    if flat and covered:
+    rule, covered = rule_of(preconditioner), cover(params, blocks)
+    if isinstance(preconditioner, str) and preconditioner in FLAT_RULES and covered:
         covered = [flat_block(p for block in covered for p in block.params)]
-        if preconditioner == "dense":
-            _check_dense(covered[0].shape[0])
     for block in covered:
-        if preconditioner == "scan" and len(block.shape) == 2 and not block.constant:
-            raise ValueError(
-                f'preconditioner="scan" normalizes the inputs of a matrix with a bias, and the block of shape '
-                f"{block.shape} has no column for it: pass blocks=affine_blocks(model), and layers without a bias in a "
-                "param group with another preconditioner"
-            )
+        if isinstance(preconditioner, str):
+            _check_name(preconditioner, block)
     groups = [rule(block.shape) for block in covered]
     return [
         Choice(group, group.shape_for(block.shape), block)
         for group, block in zip(groups, covered, strict=True)
     ]
-
-
-def _check_dense(size: int) -> None:
-    if size > MAX_DENSE:
-        raise ValueError(
-            f'preconditioner="dense" would need {Triangular().numel(size)} entries for {size} parameters, and its limit '
-            f'is {MAX_DENSE} parameters: choose "kron" or "splu", or give fewer parameters to this param group'
-        )
 
 # %% ../nbs/08_blocks.ipynb #797d04c7
 def leaves(state: Any) -> list[Tensor]:
@@ -187,13 +185,6 @@ def leaves(state: Any) -> list[Tensor]:
         if isinstance(state, Tensor)
         else [leaf for part in state for leaf in leaves(part)]
     )
-
-# %% ../nbs/08_blocks.ipynb #40e8e1d0
-def map_leaves(f: Callable[..., Tensor], *states: Any) -> Any:
-    """Apply a function to the corresponding tensors of several states of one form."""
-    if isinstance(states[0], Tensor):
-        return f(*states)
-    return tuple(map_leaves(f, *parts) for parts in zip(*states, strict=True))
 
 # %% ../nbs/08_blocks.ipynb #cd79cfad
 def state_dtype(params: Iterable[Tensor]) -> torch.dtype:
@@ -230,98 +221,11 @@ def describe_choices(choices: Sequence[Choice], names: Mapping[Tensor, str]) -> 
         for row in rows
     )
 
-# %% ../nbs/08_blocks.ipynb #b11d9d44
-class Bucket:
-    """Blocks of one group, shape, dtype and device, whose states are one batch.
-
-    Attributes:
-        blocks: the blocks.
-        group: their group.
-        Q: the batch of their states.
-        dtype: the dtype of Q, float32 or wider.
-        device: where it lives.
-    """
-
-    def __init__(
-        self, choices: Sequence[Choice], scale: float, stored: Sequence[State | None]
-    ) -> None:
-        """Start each block at `scale` times the identity, or where it is stored."""
-        self.group, shape, block = choices[0]
-        self.blocks = [choice.block for choice in choices]
-        self.dtype, self.device = state_dtype(block.params), block.params[0].device
-        kind: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        states = []
-        for member, Q in zip(self.blocks, stored, strict=True):
-            one = self.group.init(shape, (member.batch,), **kind)
-            factor = torch.full((member.batch,), scale, **kind)
-            states.append(
-                self.group.scale(one, factor)
-                if Q is None
-                else map_leaves(lambda x: x.to(**kind), Q)
-            )
-        self.Q: State = map_leaves(lambda *parts: torch.cat(parts), *states)
-
-    def gather(self, values: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return the blocks of one tensor a parameter as columns, `(members, n, 1)`; a missing one counts as zero."""
-        arrays = [block.join(values, self.dtype) for block in self.blocks]
-        joined = arrays[0] if len(arrays) == 1 else torch.cat(arrays)
-        return joined.reshape(len(joined), -1, 1)
-
-    def scatter(self, x: Tensor) -> dict[Tensor, Tensor]:
-        """Return what `gather` took apart: one tensor a parameter, in its shape; complex ones as real numbers."""
-        arrays = torch.split(x, [block.batch for block in self.blocks])
-        values: dict[Tensor, Tensor] = {}
-        for block, array in zip(self.blocks, arrays, strict=True):
-            values |= block.split(array.reshape(block.batch, *block.shape))
-        return values
-
-    def precondition(self, gradient: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return P g as columns, `(members, n, 1)`."""
-        return self.group.precondition(self.Q, self.gather(gradient))
-
-    def fit(
-        self,
-        probe: Mapping[Tensor, Tensor],
-        product: Mapping[Tensor, Tensor],
-        lr: float | Tensor,
-        trusted: Tensor | None = None,
-    ) -> None:
-        """Learn from one pair (v, h), or from none if `trusted`, a boolean number, is false."""
-        v, h = self.gather(probe), self.gather(product)
-        self.Q = self.group.update(
-            self.Q, v, h if trusted is None else h.where(trusted, 0.0), lr
-        )
-
-    def states(self) -> list[State]:
-        """Return the state of each block, as views of the batch."""
-        sizes = [block.batch for block in self.blocks]
-        parts = [torch.split(leaf, sizes) for leaf in leaves(self.Q)]
-        return [
-            map_leaves(lambda _, part=iter(column): next(part), self.Q)
-            for column in zip(*parts, strict=True)
-        ]
-
-# %% ../nbs/08_blocks.ipynb #daf36460
-def kind_of(choice: Choice) -> tuple[Any, ...]:
-    """Return what the blocks of a bucket have in common: group, shape, dtype and device of the state."""
-    params = choice.block.params
-    return choice.group, choice.shape, state_dtype(params), params[0].device
-
-
-def buckets_of(
-    choices: Iterable[Choice], scale: float, stored: Mapping[Tensor, State]
-) -> list[Bucket]:
-    """Collect blocks of one kind in buckets.
-
-    Args:
-        choices: the blocks and their groups.
-        scale: a block without a stored state starts at this multiple of the identity.
-        stored: states by the first parameter of a block.
-    """
-    kinds: dict[Any, list[Choice]] = {}
-    for choice in choices:
-        kinds.setdefault(kind_of(choice), []).append(choice)
-    return [
-        Bucket(members, scale, [stored.get(choice.block.params[0]) for choice in members])
-        for members in kinds.values()
-    ]
+# %% ../nbs/08_blocks.ipynb #09bc8346
+def names_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
+    """Return the names of the parameters in param groups, or "group.position" for those without a name."""
+    names: dict[Tensor, str] = {}
+    for i, group in enumerate(groups):
+        labels = group.get("param_names", [f"{i}.{j}" for j in range(len(group["params"]))])
+        names |= dict(zip(group["params"], labels, strict=True))
+    return names

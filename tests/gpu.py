@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from psgd_lit.blocks import Bucket, choose, leaves, map_leaves  # noqa: E402
+from psgd_lit.blocks import choose, leaves  # noqa: E402
+from psgd_lit.buckets import Bucket, map_leaves  # noqa: E402
 from psgd_lit.groups.diagonal import Diagonal, Equilibration  # noqa: E402
 from psgd_lit.groups.kron import Kron  # noqa: E402
 from psgd_lit.groups.normalization import Normalization  # noqa: E402
