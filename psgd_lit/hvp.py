@@ -15,18 +15,18 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.autograd.graph import Node
 
-# %% ../nbs/05_hvp.ipynb #b8a599dc
+# %% ../nbs/05_hvp.ipynb #54291e31
 class HessianVectorProduct(NamedTuple):
     """A loss, its gradient and the product of its Hessian with a probe, all at the same parameters.
 
     Attributes:
         loss: a number, shape `()`.
-        gradient: one tensor for each parameter, of its shape.
-        product: Hv, one tensor for each parameter, of its shape.
+        gradient: one tensor for each parameter, of its shape; None for one that the loss does not use.
+        product: Hv, one tensor for each parameter, of its shape; zero for one that the loss does not use.
     """
 
     loss: Tensor
-    gradient: tuple[Tensor, ...]
+    gradient: tuple[Tensor | None, ...]
     product: tuple[Tensor, ...]
 
 # %% ../nbs/05_hvp.ipynb #431057fe
@@ -47,19 +47,19 @@ def _check_pairs(params: Sequence[Tensor], probe: Sequence[Tensor]) -> None:
                 f"probe[{i}] must be like params[{i}], which is {kinds[0]}, but is {kinds[1]}"
             )
 
-# %% ../nbs/05_hvp.ipynb #ccb78107
+# %% ../nbs/05_hvp.ipynb #2e9bf37b
 def loss_and_gradient(
     closure: Callable[[], Tensor], params: Sequence[Tensor], twice: bool = False
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Run the closure, with gradients enabled, and differentiate its loss.
 
     Args:
         closure: computes the loss and returns it, without calling `backward`.
-        params: the parameters, each with `requires_grad`; one that the loss does not use has gradient zero.
+        params: the parameters, each with `requires_grad`.
         twice: whether the gradient keeps its graph, so that it can be differentiated in its turn.
 
     Returns:
-        The loss, shape `()`, and the gradient, one tensor for each parameter.
+        The loss, shape `()`, and the gradient: one tensor for each parameter, None for one that the loss does not use.
 
     Raises:
         TypeError: if the loss is no tensor.
@@ -82,9 +82,7 @@ def loss_and_gradient(
             )
         seed = torch.ones_like(loss, requires_grad=twice)
     try:
-        grads = torch.autograd.grad(
-            loss, params, seed, create_graph=twice, allow_unused=True, materialize_grads=True
-        )
+        grads = torch.autograd.grad(loss, params, seed, create_graph=twice, allow_unused=True)
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise ValueError(
@@ -122,10 +120,10 @@ def _refusals_explained() -> Iterator[None]:
             raise SecondDerivativeError(f"{reason}. {_WAYS_OUT}") from error
         raise
 
-# %% ../nbs/05_hvp.ipynb #095de037
-def _check_graph(gradient: Sequence[Tensor]) -> None:
+# %% ../nbs/05_hvp.ipynb #433b398d
+def _check_graph(gradient: Sequence[Tensor | None]) -> None:
     """Raise a `SecondDerivativeError` if a gradient came through a function that is marked `once_differentiable`."""
-    nodes = {g.grad_fn for g in gradient if g.grad_fn is not None}
+    nodes = {g.grad_fn for g in gradient if g is not None and g.grad_fn is not None}
     seen: set[Node] = set()
     while nodes:
         if any(node.name() == "torch::autograd::Error" for node in nodes):
@@ -137,9 +135,9 @@ def _check_graph(gradient: Sequence[Tensor]) -> None:
             after for node in nodes for after, _ in node.next_functions if after is not None
         } - seen
 
-# %% ../nbs/05_hvp.ipynb #e9d60458
+# %% ../nbs/05_hvp.ipynb #c1bee6da
 def differentiate_gradient(
-    gradient: Sequence[Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]
+    gradient: Sequence[Tensor | None], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Differentiate the inner product of a gradient and a probe: the Hessian-vector product.
 
@@ -159,17 +157,21 @@ def differentiate_gradient(
     """
     _check_pairs(params, probe)
     _check_graph(gradient)
-    varying = [i for i, g in enumerate(gradient) if g.requires_grad]
+    varying = [
+        (g, v)
+        for g, v in zip(gradient, probe, strict=True)
+        if g is not None and g.requires_grad
+    ]
     if not varying:
         return tuple(torch.zeros_like(p) for p in params)
-    outputs, weights = [gradient[i] for i in varying], [probe[i] for i in varying]
+    outputs, weights = zip(*varying, strict=True)
     with _refusals_explained():
         # eq-hvp-exact
         return torch.autograd.grad(
             outputs, params, weights, allow_unused=True, materialize_grads=True
         )
 
-# %% ../nbs/05_hvp.ipynb #3d1c9fb1
+# %% ../nbs/05_hvp.ipynb #52f3ab8b
 def hvp_exact(
     closure: Callable[[], Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> HessianVectorProduct:
@@ -191,7 +193,8 @@ def hvp_exact(
     _check_pairs(params, probe)
     loss, gradient = loss_and_gradient(closure, params, twice=True)
     product = differentiate_gradient(gradient, params, probe)
-    return HessianVectorProduct(loss, tuple(g.detach() for g in gradient), product)
+    detached = tuple(None if g is None else g.detach() for g in gradient)
+    return HessianVectorProduct(loss, detached, product)
 
 # %% ../nbs/05_hvp.ipynb #275212af
 @contextmanager
@@ -210,7 +213,7 @@ def _displaced(
             for p, h in zip(params, home, strict=True):
                 p.copy_(h)
 
-# %% ../nbs/05_hvp.ipynb #9dda0b64
+# %% ../nbs/05_hvp.ipynb #abdaddce
 PAPER_STEP = (
     2.0**-11.5
 )  # the standard deviation of a perturbation of variance 2^-23, Li 2018, section V.A
@@ -226,15 +229,19 @@ def gradient_difference(
     """Divide a difference of two gradients by the step between them: `hvp_approx` without its guards."""
     devices = {p.device for p in params if p.is_cuda}
 
-    def gradient_at(distance: float) -> tuple[Tensor, ...]:
+    def filled(gradient: Sequence[Tensor | None]) -> list[Tensor]:
+        pairs = zip(gradient, params, strict=True)
+        return [torch.zeros_like(p) if g is None else g for g, p in pairs]
+
+    def gradient_at(distance: float) -> list[Tensor]:
         with torch.random.fork_rng(devices), _displaced(params, probe, distance):
-            return loss_and_gradient(closure, params)[1]
+            return filled(loss_and_gradient(closure, params)[1])
 
     ahead = gradient_at(step)
     opposite = gradient_at(-step) if central else None
     loss, gradient = loss_and_gradient(closure, params)
     # eq-hvp-approx or eq-hvp-central
-    behind, width = (gradient, step) if opposite is None else (opposite, 2 * step)
+    behind, width = (filled(gradient), step) if opposite is None else (opposite, 2 * step)
     return HessianVectorProduct(
         loss, gradient, tuple((a - b) / width for a, b in zip(ahead, behind, strict=True))
     )
@@ -275,7 +282,7 @@ def hvp_approx(
             )
     return gradient_difference(closure, params, probe, step, central)
 
-# %% ../nbs/05_hvp.ipynb #c9e7b063
+# %% ../nbs/05_hvp.ipynb #c0a8f24e
 def hvp_forward(
     closure: Callable[[], Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> HessianVectorProduct:
@@ -291,6 +298,11 @@ def hvp_forward(
                 p.copy_(forward_ad.make_dual(p.detach(), v))  # type: ignore[no-untyped-call]
         loss, gradient = loss_and_gradient(closure, params)
         # eq-hvp-forward
-        pairs = [forward_ad.unpack_dual(g) for g in gradient]  # type: ignore[no-untyped-call]
-    product = tuple(torch.zeros_like(g) if h is None else h for g, h in pairs)
+        pairs = [
+            (None, None) if g is None else forward_ad.unpack_dual(g)  # type: ignore[no-untyped-call]
+            for g in gradient
+        ]
+    product = tuple(
+        torch.zeros_like(p) if h is None else h for p, (_, h) in zip(params, pairs, strict=True)
+    )
     return HessianVectorProduct(loss, tuple(g for g, _ in pairs), product)

@@ -11,7 +11,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-# %% ../nbs/07_regularisation.ipynb #170168e0
+# %% ../nbs/07_regularisation.ipynb #4d84f391
 DAMPING_KINDS = ("nonconvex", "traditional")
 
 
@@ -51,7 +51,7 @@ def damp(
         raise ValueError(f"kind must be one of {', '.join(DAMPING_KINDS)}, not {kind!r}")
     if not 0 <= damping < math.inf:
         raise ValueError(f"damping must be at least 0 and finite, not {damping!r}")
-    if damping == 0:
+    if damping == 0 or not product:
         return product
     # eq-traditional-damping adds the probe, eq-nonconvex-damping the noise
     added = probe if kind == "traditional" else noise

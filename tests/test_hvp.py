@@ -140,11 +140,11 @@ def test_scaling_the_probe_by_a_power_of_two_changes_no_other_bit(name: str, exp
 
 
 @every_method
-def test_unused_and_linear_parameters_get_zeros(name: str) -> None:
+def test_unused_and_linear_parameters_have_no_curvature(name: str) -> None:
     used, unused, linear = parameter(2), parameter(3), parameter(4)
     probe = [torch.ones_like(p) for p in (used, unused, linear)]
     found = METHODS[name](lambda: used.sin().sum() + linear.sum(), [used, unused, linear], probe)
-    assert torch.equal(found.gradient[1], torch.zeros_like(unused))
+    assert found.gradient[1] is None
     assert torch.equal(found.gradient[2], torch.ones_like(linear))
     assert torch.equal(found.product[1], torch.zeros_like(unused))
     assert torch.equal(found.product[2], torch.zeros_like(linear))
@@ -154,9 +154,9 @@ def test_unused_and_linear_parameters_get_zeros(name: str) -> None:
 @every_method
 def test_loss_linear_in_everything_or_in_none_of_the_parameters(name: str) -> None:
     x, elsewhere = parameter(3), parameter(2)
-    for loss, gradient in ((lambda: 2 * x.sum(), 2.0), (lambda: elsewhere.sin().sum(), 0.0)):
+    for loss, gradient in ((lambda: 2 * x.sum(), torch.full_like(x, 2.0)), (lambda: elsewhere.sin().sum(), None)):
         found = METHODS[name](loss, [x], [torch.ones_like(x)])
-        assert torch.equal(found.gradient[0], torch.full_like(x, gradient))
+        assert (found.gradient[0] is None) if gradient is None else torch.equal(found.gradient[0], gradient)
         assert torch.equal(found.product[0], torch.zeros_like(x))
 
 
