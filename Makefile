@@ -13,7 +13,7 @@ NBVAL := --nbval --nbval-sanitize-with nbs/_ext/sanitize.cfg -p no:cacheprovider
 PARALLEL := -n 2 --dist loadfile
 
 NOTEBOOKS := $(shell find nbs -name '*.ipynb' -not -path '*/.*')
-BOOK_SOURCES := $(NOTEBOOKS) _toc.yml _config.yml $(wildcard nbs/*.bib nbs/_ext/*.py nbs/_static/* nbs/_templates/*)
+BOOK_SOURCES := $(NOTEBOOKS) _toc.yml _config.yml $(wildcard nbs/*.bib nbs/*.toml nbs/_ext/*.py nbs/_static/* nbs/_templates/*)
 
 .PHONY: help book test lab serve run export lint check gpu clean
 

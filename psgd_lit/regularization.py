@@ -57,7 +57,7 @@ def damp(
     added = probe if kind == "traditional" else noise
     return torch._foreach_add(list(product), list(added), alpha=damping)
 
-# %% ../nbs/07_regularisation.ipynb #8243f3f3
+# %% ../nbs/07_regularisation.ipynb #038f2089
 def clip_factor(tensors: Sequence[Tensor], max_norm: float) -> Tensor:
     """Return `min(1, max_norm / norm)` for the norm of all tensors together.
 
@@ -66,8 +66,8 @@ def clip_factor(tensors: Sequence[Tensor], max_norm: float) -> Tensor:
         max_norm: Omega, in the units of the parameters; infinity for no threshold.
 
     Returns:
-        A number on the device of the first tensor, in the widest of all dtypes and float32: 1 for tensors of zeros, and
-        0, for no step at all, if the norm is not finite.
+        A number on the device of the first tensor, in the widest of all dtypes and float32. It is 1 for tensors of
+        zeros, and 0, for no step at all, if the norm is not finite.
 
     Raises:
         ValueError: if `max_norm` is not positive.

@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psgd_lit.blocks import leaves, map_leaves
+from psgd_lit.blocks import leaves
+from psgd_lit.buckets import map_leaves
 from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.direct_sum import DirectSum, block_diagonal, even_pieces
 from psgd_lit.groups.kron import Kron

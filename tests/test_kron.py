@@ -498,7 +498,7 @@ def test_a_shape_that_does_not_fit_is_refused(shape):
 
 
 def test_a_product_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one factor"):
+    with pytest.raises(ValueError, match="at least one part"):
         Kron()
 
 

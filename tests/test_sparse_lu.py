@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psgd_lit.criterion import expected_criterion, optimal_preconditioner
-from psgd_lit.groups.protocol import State
-from psgd_lit.groups.sparse_lu import Bordered, SparseLU, bordered_difference, power_below
+from psgd_lit.groups.bordered import Bordered, bordered_difference
+from psgd_lit.groups.protocol import State, power_below
+from psgd_lit.groups.sparse_lu import SparseLU
 from psgd_lit.problems import NoisyHessian, with_spectrum
 
 SEEDS = st.integers(0, 2**20)

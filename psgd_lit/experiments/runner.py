@@ -29,7 +29,7 @@ import torch
 from .methods import METHODS, make_optimizer, step_size
 from .sequences import PROBLEMS
 
-# %% ../../nbs/experiments/04_runner.ipynb #b70d6163
+# %% ../../nbs/experiments/04_runner.ipynb #8865277b
 class ExperimentError(Exception):
     """Something that the user can put right: an unknown name, a damaged file, a full disk."""
 
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of its files: everything but the number of steps."""
+        """The name of its files, made of everything but the number of steps."""
         return f"{self.problem}-T{self.length}-{self.variant}-s{self.seed}"
 
 # %% ../../nbs/experiments/04_runner.ipynb #d3799514
@@ -265,7 +265,7 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
 
-# %% ../../nbs/experiments/04_runner.ipynb #871c5a19
+# %% ../../nbs/experiments/04_runner.ipynb #b3c9cb69
 @dataclass(frozen=True)
 class Result:
     """What is known of a run.
@@ -300,7 +300,7 @@ class Result:
 
     @property
     def reach(self) -> int:
-        """How far it counts: the steps made, or the steps asked for once it is over."""
+        """How far it counts, that is the steps made, or once it is over the steps asked for."""
         return self.steps_done if self.state == "running" else self.run.steps
 
     def to_json(self) -> str:

@@ -3,8 +3,8 @@
 # %% auto #0
 __all__ = ['even_pieces', 'block_diagonal', 'DirectSum']
 
-# %% ../../nbs/groups/07_composition.ipynb #5adb3d4c
-from collections.abc import Callable, Iterator, Sequence
+# %% ../../nbs/groups/07_composition.ipynb #f47f0c67
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kron import one_for_each
-from .protocol import Group, State
+from .combinator import Action, Combinator
+from .protocol import State
 
 # %% ../../nbs/groups/07_composition.ipynb #a4937ef3
 def even_pieces(n: int, count: int) -> list[int]:
@@ -41,9 +41,9 @@ def block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
     ]
     return torch.cat(rows, -2)  # eq-direct-sum
 
-# %% ../../nbs/groups/07_composition.ipynb #7b0d5608
+# %% ../../nbs/groups/07_composition.ipynb #651239db
 @dataclass(frozen=True, init=False, repr=False)
-class DirectSum(Group):
+class DirectSum(Combinator):
     """Block-diagonal matrices of any groups, one for each of consecutive pieces of a dimension.
 
     `DirectSum(A(), B())` stands for `Q_1 (+) Q_2`. A part may itself be a combinator; its entry of the shape is then
@@ -67,30 +67,6 @@ class DirectSum(Group):
                 [0., 0., 1.]])
     """
 
-    parts: tuple[Group, ...]
-
-    def __init__(self, *parts: Group) -> None:
-        if not parts:
-            raise ValueError("a direct sum needs at least one part")
-        object.__setattr__(self, "parts", parts)
-
-    def __repr__(self) -> str:
-        return f"DirectSum({', '.join(map(repr, self.parts))})"
-
-    def init(
-        self,
-        shape: Any,
-        batch: tuple[int, ...] = (),
-        *,
-        dtype: torch.dtype | None = None,
-        device: Any = None,
-    ) -> State:
-        """Return identities; `shape` has one entry for each part."""
-        return tuple(
-            p.init(n, batch, dtype=dtype, device=device)
-            for p, n in one_for_each(self.parts, shape)
-        )
-
     def shape_for(self, dimensions: tuple[int, ...]) -> Any:
         """Return one entry for each part: the first dimension is cut evenly, larger pieces first, the others stay."""
         pieces = even_pieces(dimensions[0], len(self.parts))
@@ -98,67 +74,18 @@ class DirectSum(Group):
             p.shape_for((n, *dimensions[1:])) for p, n in zip(self.parts, pieces, strict=True)
         )
 
-    def numel(self, shape: Any) -> int:
-        """Return the sum over the parts."""
-        return sum(p.numel(n) for p, n in one_for_each(self.parts, shape))
-
-    def sizes(self, Q: State) -> list[int]:
-        """Return the sizes of the pieces, one for each part."""
-        return [p.size(q) for p, q in zip(self.parts, Q, strict=True)]
-
     def size(self, Q: State) -> int:
         """Return the sum of the sizes."""
         return sum(self.sizes(Q))
 
-    def _act(
-        self, actions: Sequence[Callable[[State, Tensor], Tensor]], Q: State, x: Tensor
-    ) -> Tensor:
-        pieces = torch.split(x, self.sizes(Q), -2)
-        return torch.cat(
-            [action(q, piece) for action, q, piece in zip(actions, Q, pieces, strict=True)], -2
-        )
+    def views(self, Q: State, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the pieces of x, one for each part."""
+        return torch.split(x, self.sizes(Q), -2)  # eq-sum-slope
 
-    def apply(self, Q: State, x: Tensor) -> Tensor:
-        """Return `Q x`, piece by piece."""
-        return self._act([p.apply for p in self.parts], Q, x)
-
-    def apply_t(self, Q: State, x: Tensor) -> Tensor:
-        """Return `Q^T x`, piece by piece."""
-        return self._act([p.apply_t for p in self.parts], Q, x)
-
-    def solve(self, Q: State, x: Tensor) -> Tensor:
-        """Return `Q^-1 x`, piece by piece."""
-        return self._act([p.solve for p in self.parts], Q, x)
-
-    def solve_t(self, Q: State, x: Tensor) -> Tensor:
-        """Return `Q^-T x`, piece by piece."""
-        return self._act([p.solve_t for p in self.parts], Q, x)
-
-    def _seen(
-        self, Q: State, a: Tensor, b: Tensor
-    ) -> Iterator[tuple[Group, State, Tensor, Tensor]]:
-        sizes = self.sizes(Q)
-        return zip(
-            self.parts, Q, torch.split(a, sizes, -2), torch.split(b, sizes, -2), strict=True
-        )
-
-    def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
-        """Return the slope of each part, from its pieces of `a` and `b`."""
-        return tuple(
-            p.slope(q, a_i, b_i) for p, q, a_i, b_i in self._seen(Q, a, b)
-        )  # eq-sum-slope
-
-    def descent(self, E: State, lr: float | Tensor, batch_dims: int) -> State:
-        """Return the descent of each part, each with a maximum of its own."""
-        return tuple(p.descent(e, lr, batch_dims) for p, e in zip(self.parts, E, strict=True))
-
-    def move(self, Q: State, E: State) -> State:
-        """Return `(I + E_i) Q_i` for each part."""
-        return tuple(p.move(q, e) for p, q, e in zip(self.parts, Q, E, strict=True))
-
-    def relative_step(self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor) -> State:
-        """Return the parts, each after its own step, which may be a quick one."""
-        return tuple(p.relative_step(q, a_i, b_i, lr) for p, q, a_i, b_i in self._seen(Q, a, b))
+    def act(self, Q: State, x: Tensor, actions: Sequence[Action]) -> Tensor:
+        """Return x after each part acted on its piece."""
+        pieces = zip(actions, Q, self.views(Q, x), strict=True)
+        return torch.cat([action(q, piece) for action, q, piece in pieces], -2)
 
     def scale(self, Q: State, c: Tensor) -> State:
         """Return `c Q`, by all parts."""
@@ -167,10 +94,6 @@ class DirectSum(Group):
     def magnitude(self, Q: State) -> Tensor:
         """Return the largest magnitude of the parts."""
         return torch.stack([p.magnitude(q) for p, q in zip(self.parts, Q, strict=True)]).amax(0)
-
-    def balance(self, Q: State, live: Tensor) -> State:
-        """Return Q with each part balanced."""
-        return tuple(p.balance(q, live) for p, q in zip(self.parts, Q, strict=True))
 
     def matrix(self, Q: State) -> Tensor:
         """Return the parts' matrices along the diagonal."""

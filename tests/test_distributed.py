@@ -1,0 +1,199 @@
+"""Two processes on one machine, over gloo: the worker, and what else it shows of data parallel training."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from toys import fill, loss_of, network, same, weights
+
+from psgd_lit.blocks import leaves
+from psgd_lit.derivatives import mean_over_ranks
+from psgd_lit.optim import PSGD
+
+HALVES = (slice(0, 16), slice(16, 32))
+
+
+class Outcome(NamedTuple):
+    """Where a run ended."""
+
+    weights: list[Tensor]
+    state: list[Tensor]
+    start: list[Tensor]
+    skipped: int = 0
+
+
+def run(opt: PSGD, net: nn.Module, take: Callable[[int], Any], steps: int = 5) -> Outcome:
+    """Take steps, and tell where they led."""
+    start = weights(net)
+    for t in range(steps):
+        take(t)
+    state = [leaf.clone() for s in opt.state.values() for leaf in (*leaves(s.get("Q", ())), s["momentum"])]
+    return Outcome(weights(net), state, start, opt.skipped)
+
+
+def first_way(rows: slice, group: Any, **kwargs: Any) -> Outcome:
+    """A closure that returns the loss of some rows."""
+    net = network(torch.float64)
+    opt = PSGD(net.parameters(), lr=0.05, momentum=0.5, process_group=group, **kwargs)
+    return run(opt, net, lambda t: opt.step(lambda: loss_of(net, rows)))
+
+
+def by_backward(rows: slice, group: Any, wrapped: bool, **kwargs: Any) -> Outcome:
+    """Plain backward and a bare step, through DistributedDataParallel or averaged by the optimizer."""
+    net = network(torch.float64)
+    model = DistributedDataParallel(net) if wrapped else net
+    opt = PSGD(net.parameters(), lr=0.05, momentum=0.5, hvp="whiten", process_group=group, **kwargs)
+
+    def take(t: int) -> None:
+        opt.zero_grad()
+        loss_of(model, rows).backward()
+        opt.step()
+
+    return run(opt, net, take)
+
+
+def wrapped_first_way(rows: slice, group: Any) -> Outcome:
+    """Exact products under DistributedDataParallel, whose own reduction autograd.grad passes by."""
+    net = network(torch.float64)
+    model = DistributedDataParallel(net)
+    opt = PSGD(net.parameters(), lr=0.05, momentum=0.5, process_group=group)
+    return run(opt, net, lambda t: opt.step(lambda: loss_of(model, rows)))
+
+
+def unused(rank: int, group: Any) -> Outcome:
+    """Each rank uses another part of the model."""
+    parts = nn.ModuleList([fill(nn.Linear(2, 2), i) for i in (1, 2)])
+    opt = PSGD(parts.parameters(), lr=0.05, momentum=0.5, process_group=group, weight_decay=0.1)
+    return run(opt, parts, lambda t: opt.step(lambda: parts[rank](torch.ones(3, 2)).square().mean()))
+
+
+def bad(rank: int, group: Any) -> Outcome:
+    """One rank has one bad batch."""
+    net = network(torch.float64)
+    opt = PSGD(net.parameters(), lr=0.05, momentum=0.5, process_group=group)
+    factor = [1.0, float("nan") if rank else 1.0, 1.0, 1.0, 1.0]
+    return run(opt, net, lambda t: opt.step(lambda: factor[t] * loss_of(net, HALVES[rank])))
+
+
+def means(rank: int, group: Any) -> list[Tensor]:
+    """What the mean over ranks makes of tensors of several kinds."""
+    tensors = [
+        torch.full((2, 3), float(rank)),
+        torch.full((), 10.0 * rank, dtype=torch.float64),
+        torch.empty(0),
+        torch.full((2,), rank + 1j * rank),
+        torch.full((3, 2), 2.0 * rank).T,
+    ]
+    return mean_over_ranks(tensors, group)
+
+
+def work(rank: int, folder: str) -> None:
+    """Do everything as one of two ranks, and store what came out."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    group = dist.group.WORLD
+    mine, whole = HALVES[rank], slice(None)
+    done: dict[str, Any] = {
+        "exact": first_way(mine, group),
+        "approx": first_way(mine, group, hvp="approx"),
+        "damped": first_way(mine, group, damping=0.1, update_every=2, preconditioner="dense"),
+        "wrapped": wrapped_first_way(mine, group),
+        "backward": by_backward(mine, None, wrapped=True),
+        "averaged": by_backward(mine, group, wrapped=False),
+        "unused": unused(rank, group),
+        "bad": bad(rank, group),
+        "means": means(rank, group),
+    }
+    if rank == 0:
+        done |= {
+            "exact alone": first_way(whole, None),
+            "approx alone": first_way(whole, None, hvp="approx"),
+            "damped alone": first_way(whole, None, damping=0.1, update_every=2, preconditioner="dense"),
+            "wrapped alone": first_way(whole, None),
+            "backward alone": by_backward(whole, None, wrapped=False),
+        }
+    torch.save({name: tuple(x) for name, x in done.items()}, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def two_processes(folder: Path) -> list[dict[str, Any]]:
+    """Run both ranks in fresh processes, and return what each did."""
+    context = torch.multiprocessing.get_context("spawn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        workers = [context.Process(target=work, args=(rank, str(folder))) for rank in (0, 1)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    return [
+        {
+            name: list(x) if name == "means" else Outcome(*x)
+            for name, x in torch.load(folder / f"{rank}.pt", weights_only=True).items()
+        }
+        for rank in (0, 1)
+    ]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    """What each of two processes did; they start once for all."""
+    return two_processes(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("run", ["exact", "approx", "damped", "wrapped", "backward"])
+def test_17_data_parallel(ranks, run):
+    """Two processes with half a batch each: ranks have the same bits, and walk the path of one with the whole batch."""
+    first, second = (rank[run] for rank in ranks)
+    assert same(first.weights, second.weights)
+    assert same(first.state, second.state)
+    alone = ranks[0][f"{run} alone"]
+    for a, b in zip(first.weights + first.state, alone.weights + alone.state, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+    assert not any(torch.equal(a, b) for a, b in zip(first.weights, alone.start, strict=True))
+
+
+def test_17_a_rank_without_a_gradient(ranks):
+    """What one rank does not use counts as zero there, and no rank waits for another for ever."""
+    first, second = (rank["unused"] for rank in ranks)
+    assert same(first.weights, second.weights)
+    assert same(first.state, second.state)
+    assert not any(torch.equal(a, b) for a, b in zip(first.weights, first.start, strict=True))
+
+
+def test_17_a_bad_batch_on_one_rank(ranks):
+    """All ranks skip, and count, the step."""
+    first, second = (rank["bad"] for rank in ranks)
+    assert first.skipped == second.skipped == 1
+    assert same(first.weights, second.weights)
+    assert same(first.state, second.state)
+    assert all(x.isfinite().all() for x in first.weights + first.state)
+
+
+def test_17_exact_products_pass_a_wrapped_model_by(ranks):
+    """Whether DistributedDataParallel wraps the model or not, the first way gives the same."""
+    for one, other in ((ranks[0]["exact"], ranks[0]["wrapped"]), (ranks[0]["backward"], ranks[0]["averaged"])):
+        for a, b in zip(one.weights + one.state, other.weights + other.state, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_17_a_mean_of_tensors_of_several_kinds(ranks):
+    """Shapes, dtypes and complex numbers come back as they went, from one reduction for each kind."""
+    expected = [
+        torch.full((2, 3), 0.5),
+        torch.full((), 5.0, dtype=torch.float64),
+        torch.empty(0),
+        torch.full((2,), 0.5 + 0.5j),
+        torch.full((2, 3), 1.0),
+    ]
+    for rank in ranks:
+        for mean, value in zip(rank["means"], expected, strict=True):
+            torch.testing.assert_close(mean, value, rtol=0, atol=0)
