@@ -3,9 +3,9 @@
 # %% auto #0
 __all__ = ['as_real', 'Piece', 'Block', 'parameter_block', 'flat_block', 'affine_block', 'layer_blocks', 'affine_blocks']
 
-# %% ../nbs/08_affine.ipynb #f4dfd6df
+# %% ../nbs/08_affine.ipynb #2f335605
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -16,7 +16,7 @@ def as_real(x: Tensor) -> Tensor:
     """Return a complex tensor as a real one with a last dimension of two, and a real tensor as it is."""
     return torch.view_as_real(x) if x.is_complex() else x
 
-# %% ../nbs/08_affine.ipynb #db821c5c
+# %% ../nbs/08_affine.ipynb #9e576c25
 @dataclass(frozen=True, eq=False)
 class Piece:
     """The entries of one parameter as part of a block.
@@ -28,7 +28,7 @@ class Piece:
         order: the permutation of the dimensions of `view`.
     """
 
-    param: Tensor
+    param: Tensor = field(repr=False)
     shape: tuple[int, ...]
     view: tuple[int, ...] = ()
     order: tuple[int, ...] = ()

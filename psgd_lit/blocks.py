@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['Rule', 'Preconditioner', 'RULES', 'FLAT_RULES', 'MAX_DENSE', 'KronRule', 'ScanRule', 'rule_of', 'Choice', 'cover',
-           'choose', 'leaves', 'state_dtype', 'describe_choices', 'names_of']
+           'checked_blocks', 'choose', 'leaves', 'state_dtype', 'describe_choices', 'names_of']
 
 # %% ../nbs/08_blocks.ipynb #150082ed
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -129,6 +129,21 @@ def cover(params: Iterable[Tensor], blocks: Iterable[Block]) -> list[Block]:
         owner |= {p: block for p in block.params if p in params}
     return list(dict.fromkeys(owner.get(p) or parameter_block(p) for p in params))
 
+# %% ../nbs/08_blocks.ipynb #0519fa21
+def checked_blocks(blocks: Any) -> tuple[Block, ...]:
+    """Return blocks as a tuple.
+
+    Raises:
+        TypeError: if they are not blocks.
+    """
+    found = tuple(blocks) if isinstance(blocks, Iterable) else (blocks,)
+    for block in found:
+        if not isinstance(block, Block):
+            raise TypeError(
+                f"blocks must be blocks, such as affine_blocks(model) returns, not {block!r}"
+            )
+    return found
+
 # %% ../nbs/08_blocks.ipynb #0ee1e1be
 MAX_DENSE = 20_000  # parameters: a dense factor of this size takes 1.6 GB in float32
 
@@ -148,7 +163,7 @@ def _check_name(preconditioner: str, block: Block) -> None:
             "another preconditioner"
         )
 
-# %% ../nbs/08_blocks.ipynb #424fe524
+# %% ../nbs/08_blocks.ipynb #482d0480
 def choose(
     preconditioner: Preconditioner, params: Iterable[Tensor], blocks: Iterable[Block] = ()
 ) -> list[Choice]:
@@ -163,7 +178,7 @@ def choose(
     Raises:
         ValueError: if the name is unknown, if a group does not fit a block, if "dense" is asked for too much, or if
             "scan" meets a matrix without the constant column.
-        TypeError: if the preconditioner is none of these.
+        TypeError: if the preconditioner is none of these, or if a rule returns no group.
     """
     rule, covered = rule_of(preconditioner), cover(params, blocks)
     if isinstance(preconditioner, str) and preconditioner in FLAT_RULES and covered:
@@ -172,6 +187,9 @@ def choose(
         if isinstance(preconditioner, str):
             _check_name(preconditioner, block)
     groups = [rule(block.shape) for block in covered]
+    for group in groups:
+        if not isinstance(group, Group):
+            raise TypeError(f"a rule must return a group, not {group!r}")
     return [
         Choice(group, group.shape_for(block.shape), block)
         for group, block in zip(groups, covered, strict=True)

@@ -91,7 +91,7 @@ def loss_and_gradient(
         raise
     return loss.detach().reshape(()), grads
 
-# %% ../nbs/05_hvp.ipynb #702f4b6f
+# %% ../nbs/05_hvp.ipynb #93f2dab8
 _REFUSALS = re.compile(
     r"derivative for .* is not implemented"  # double backward through attention, cdist, cuDNN's RNN, ...
     r"|forward AD with .* does not support it"  # an operator without a forward formula
@@ -100,8 +100,9 @@ _REFUSALS = re.compile(
     r"|does not currently support double backward"  # a compiled model
 )
 _WAYS_OUT = (
-    "Ways out: hvp_approx; hvp_exact, where only hvp_forward fails; or a closure that runs under torch.nn.attention."
-    "sdpa_kernel(SDPBackend.MATH) for attention, under torch.backends.cudnn.flags(enabled=False) for recurrent layers."
+    'Ways out: hvp="approx" (hvp_approx), which differentiates once; hvp="exact", where only "forward" fails; '
+    "sparse=False for an embedding; or a closure that runs under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for "
+    "attention, under torch.backends.cudnn.flags(enabled=False) for recurrent layers."
 )
 
 

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from toys import equal, fill, generator, loss_of, network, same, take, weights
 
-from psgd_lit.affine import Block, affine_block, affine_blocks, as_real, flat_block, layer_blocks, parameter_block
+from psgd_lit.affine import (
+    Block,
+    Piece,
+    affine_block,
+    affine_blocks,
+    as_real,
+    flat_block,
+    layer_blocks,
+    parameter_block,
+)
 from psgd_lit.blocks import choose, cover, leaves
 from psgd_lit.derivatives import draw_probes
 from psgd_lit.groups.diagonal import Diagonal
@@ -44,6 +53,7 @@ BIJECTIONS: dict[str, Callable[[], Block]] = {
     "matrix": lambda: parameter_block(normal(3, 4)),
     "image": lambda: parameter_block(normal(3, 2, 2, 2)),
     "complex": lambda: parameter_block(torch.view_as_complex(normal(3, 2))),
+    "turned": lambda: Block((Piece(normal(2, 3, 4), (1, 4, 6), (2, 3, 4), (2, 0, 1)),)),
     "flat": lambda: flat_block([normal(3, 2), normal(), torch.view_as_complex(normal(2, 2))]),
     "with bias": lambda: affine_block(normal(3, 4), normal(3))[0],
     "gates": lambda: affine_block(normal(6, 4), normal(6), batch=3)[0],
