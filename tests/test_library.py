@@ -48,7 +48,7 @@ SAME_FLOOR = {
     "experiments.methods": "experiments.",
     "experiments.runner": "experiments.__main__",
 }
-"""What is imported on its own floor, and by whom: the protocol by every group, what combinators share, and the runner."""
+"""What is imported on its own floor, and by whom."""
 
 THIRD_PARTY = {"viz": {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy"}, "experiments.runner": {"tqdm"}}
 """What a module imports beside the standard library and torch."""
