@@ -25,6 +25,8 @@ Rule = Callable[[Page, list[Page]], Iterator[str]]
 
 NOT_CHAPTERS = {"index", "01_notation", "02_claims", "11_using_psgd", "88_ledger", "90_api", "91_references"}
 """Pages of reference: the rules of their text and code hold for them, those of a chapter's shape do not."""
+WITHOUT_MODULE = {"13_family", "85_workshop"}
+"""Chapters that use the library and add nothing to it."""
 SPINE = ["Question", "Derive", "Code", "Check", "See", "Touch", "Break", "Recap"]
 EXPERIMENT_SPINE = ["Claim", "Setup", "Run", "Verdict"]
 CELLS = range(25, 61)
@@ -93,7 +95,7 @@ def opening(page: Page, book: list[Page]) -> Iterator[str]:
         (r"# \S.*", "the title, `# Name`"),
         (r"[A-Z].*\.", "one sentence that states the claim"),
         (r"You need .*\.", "`You need ...`"),
-        (r"You get `psgd_lit\.[\w.]+`.*\.", "`You get `psgd_lit.name`.`"),
+        (r"You get `psgd_lit\.[\w.]+`.*\.|You get nothing to import\.", "`You get `psgd_lit.name`.`"),
         (r"Paper: .*\.", "`Paper: section ...`"),
     ]
     lines = [line for line in page.cells[0].source.splitlines() if line.strip()]
@@ -104,8 +106,22 @@ def opening(page: Page, book: list[Page]) -> Iterator[str]:
             yield f"the first cell should have {meaning} where it has {line!r}"
 
 
+def is_experiment(page: Page) -> bool:
+    """True for a chapter that judges claims by trying them."""
+    return page.path.parent.name == "experiments"
+
+
 def module(page: Page, book: list[Page]) -> Iterator[str]:
-    """The second cell names the module alone, and it is the one that the first cell promises."""
+    """The second cell names the module alone, and it is the one that the first cell promises.
+
+    Only experiments, the family page and the workshop may export nothing, if their first cell says so.
+    """
+    if "You get nothing to import." in page.cells[0].source:
+        if not is_experiment(page) and page.path.stem not in WITHOUT_MODULE:
+            yield "only an experiment may export nothing"
+        if page.module:
+            yield f"the first cell promises no module, but the notebook exports {page.module}"
+        return
     second = page.cells[1] if len(page.cells) > 1 else page.cells[0]
     if "default_exp" not in second.directives or second.source:
         yield "the second cell should be `#| default_exp name` alone"
@@ -116,7 +132,7 @@ def module(page: Page, book: list[Page]) -> Iterator[str]:
 
 def spine(page: Page, book: list[Page]) -> Iterator[str]:
     """The `##` headings are the spine, each once and in order."""
-    expected = EXPERIMENT_SPINE if (page.module or "").startswith("experiments") else SPINE
+    expected = EXPERIMENT_SPINE if is_experiment(page) else SPINE
     found = [heading for cell in page.cells for heading in headings(cell)]
     if found != expected:
         yield f"the ## headings are {', '.join(found)}; they should be {', '.join(expected)}"
@@ -126,7 +142,7 @@ def sections(page: Page, book: list[Page]) -> Iterator[str]:
     """Touch and Break assert something, Touch has the exhibit, and Recap has its parts."""
     if not any(cell.is_figure for cell in page.code):
         yield "no figure"
-    if (page.module or "").startswith("experiments"):
+    if is_experiment(page):
         return
     if not any(cell.is_exhibit for cell in section(page, "Touch")):
         yield "Touch has no cell that calls explore"
@@ -582,6 +598,8 @@ SPOILED: list[tuple[Rule, str, str, str]] = [
     (opening, "Paper: ", "From the paper: ", "Paper: section"),
     (module, "You get `psgd_lit.halving`", "You get `psgd_lit.thirds`", "promises psgd_lit.thirds"),
     (module, "#| default_exp halving", "#| default_exp halving\nx = 1", "alone"),
+    (module, "You get `psgd_lit.halving`", "You get nothing to import", "only an experiment may"),
+    (module, "You get `psgd_lit.halving`", "You get nothing to import", "promises no module, but"),
     (spine, "## Check", "### Check", "headings are"),
     (spine, "## Check", "## See", "headings are"),
     (sections, "%% picture", "", "no figure"),

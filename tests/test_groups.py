@@ -71,6 +71,7 @@ DTYPES = st.sampled_from([torch.float32, torch.float64])
 SEEDS = st.integers(0, 2**20)
 STEPS = st.one_of(st.floats(1e-6, 0.9999), st.sampled_from([0.01, 0.1, 0.5, 0.99, 0.999, 0.9999]))
 few = settings(max_examples=12, deadline=None, derandomize=True)
+fewer = settings(max_examples=5, deadline=None, derandomize=True)
 
 
 def shape_of(group: Group, n: int) -> Any:
@@ -146,6 +147,7 @@ def test_action_and_inverse_equal_the_dense_oracle(family, data, batch, k, seed,
     torch.testing.assert_close(group.apply_t(Q, group.solve_t(Q, x)), x, **close)
     torch.testing.assert_close(group.precondition(Q, x), dense.mT @ dense @ x, **close)
     assert dense.shape == (*batch, n, n)
+    assert {(leaf.dtype, leaf.device.type) for leaf in leaves(Q)} == {(dtype, "cpu")}
 
 
 @EVERY_FAMILY
@@ -253,7 +255,7 @@ def test_diagonals_stay_positive_and_finite(family, data, lr, exponent, seed):
     """
     group, shape = data.draw(family(smallest=1, largest=7))
     Q = group.init(shape, batch=(8,))
-    v, h = normal(2, 30, 8, group.size(Q), 1, seed=seed, dtype=torch.float32)
+    v, h = normal(2, 20, 8, group.size(Q), 1, seed=seed, dtype=torch.float32)
     for probe, product in zip(v, h * 10.0**exponent, strict=True):
         Q = group.update(Q, probe, product, lr)
         for diagonal in diagonals(group, Q):
@@ -262,7 +264,7 @@ def test_diagonals_stay_positive_and_finite(family, data, lr, exponent, seed):
 
 
 @EVERY_FAMILY
-@few
+@fewer
 @given(data=st.data(), lr=st.floats(1e-3, 0.1), seed=SEEDS)
 def test_inverses_are_accurate_for_small_steps(family, data, lr, seed):
     group, shape = data.draw(family(smallest=1))
@@ -358,22 +360,20 @@ def use_everything(group: Group, shape: Any, k: int, dtype: torch.dtype, device:
 
 
 @EVERY_FAMILY
-@few
+@fewer
 @given(data=st.data(), k=COLUMNS, dtype=DTYPES)
 def test_device_and_dtype_are_kept_and_no_value_is_read(family, data, k, dtype):
     """On the meta device a read of a value, a branch on one, or a tensor made elsewhere raises."""
     group, shape = data.draw(family())
     found = use_everything(group, shape, k, dtype, "meta")
     assert {(x.dtype, x.device.type) for x in found} == {(dtype, "meta")}
-    real = learned(group, shape, dtype=dtype)
-    assert {(x.dtype, x.device.type) for x in leaves(real)} == {(dtype, "cpu")}
 
 
 FAKE_CUDA = FakeTensorMode()
 
 
 @EVERY_FAMILY
-@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(fewer, max_examples=2, phases=[Phase.generate])
 @given(data=st.data())
 def test_no_value_is_read_on_a_fake_gpu(family, data):
     """The same on tensors that say they are CUDA's, without gradients, where a machine has none."""

@@ -66,7 +66,7 @@ def check_step_size(lr: float | Tensor) -> None:
     if not isinstance(lr, Tensor) and not 0 < lr < 1:
         raise ValueError(f"the step size of a preconditioner lies in (0, 1), and {lr} does not")
 
-# %% ../../nbs/groups/01_lie.ipynb #c851c5da
+# %% ../../nbs/groups/01_lie.ipynb #12fcba7e
 class Group(ABC):
     """Matrices Q that keep their form under products, with the means to learn P = Q^T Q on them.
 
@@ -165,6 +165,8 @@ class Group(ABC):
             ValueError: if a number `lr` is outside (0, 1).
         """
         check_step_size(lr)
+        below_one = 1 - torch.finfo(a.dtype).eps  # a number next to 1 would round to 1
+        lr = lr.clamp(max=below_one) if isinstance(lr, Tensor) else min(lr, below_one)
         a, b, live = safe_pair(a, b)
         return self.balance(self.relative_step(Q, a, b, lr), live)
 
