@@ -116,16 +116,20 @@ def test_missing_number_is_seen(ledger: Ledger) -> None:
 # The verdicts ----------------------------------------------------------------------------------------------------
 
 
-def calls(tree: ast.Module) -> list[ast.Call]:
-    """The calls of `verdict` whose results the cell shows: its last expression, or what `display` is given."""
-    found = []
+def calls(tree: ast.Module) -> list[tuple[ast.Call, ast.expr | None]]:
+    """The calls of `verdict` whose results the cell shows: its last expression, or what `display` is given.
+
+    Beside each stands the condition under which it is called, in `verdict(...) if ready else "not yet run"`, or None.
+    """
+    shown: list[ast.expr] = []
     for node in tree.body:
         match node:
             case ast.Expr(ast.Call(ast.Name("display"), args=arguments)):
-                found += arguments
+                shown += arguments
             case ast.Expr(value) if node is tree.body[-1]:
-                found.append(value)
-    return [call for call in found if isinstance(call, ast.Call) and ast.unparse(call.func) == "verdict"]
+                shown.append(value)
+    pairs = [(it.body, it.test) if isinstance(it, ast.IfExp) else (it, None) for it in shown]
+    return [(it, when) for it, when in pairs if isinstance(it, ast.Call) and ast.unparse(it.func) == "verdict"]
 
 
 def literals(page: Page) -> set[str]:
@@ -158,17 +162,18 @@ def typed_by_hand(page: Page, ledger: Ledger) -> Iterator[str]:
     """Each stored verdict comes from a visible call in its cell, with an id as a literal and computed conditions."""
     typed = literals(page)
     for cell in page.code:
-        seen = {}
-        for call in calls(cell.tree):
+        seen, optional = {}, set()
+        for call, when in calls(cell.tree):
             given = {keyword.arg: keyword.value for keyword in call.keywords}
             name = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
-            seen[name] = [given[key] for key in ("holds", "changed") if key in given]
+            seen[name] = [given[key] for key in ("holds", "changed") if key in given] + ([when] if when else [])
+            optional |= {name} if when else set()
             if name is None or len(call.args) != 1 or "holds" not in given:
                 yield f"{cell}: write verdict('id', holds=condition, ...), not {ast.unparse(call)[:60]}"
         names = [output.data[MIME]["claim"] for output in cell.outputs if MIME in output.get("data", {})]
         if names and not cell.is_visible:
             yield f"{cell}: a verdict stands in view"
-        if sorted(names) != sorted(filter(None, seen)):
+        if sorted({*names, *optional} - {None}) != sorted(filter(None, seen)):
             yield f"{cell}: stores verdicts on {names}, and calls verdict in view for {sorted(filter(None, seen))}"
         for name, conditions in seen.items():
             yield from (
@@ -218,6 +223,7 @@ SPOILED_CODE = [
     ("verdict(", "found = verdict(", "stores verdicts on ['equation-8'], and calls verdict in view for []"),
     ('"equation-8"', '"equation-9"', "stores verdicts on ['equation-8'], and calls verdict in view for ['equation-9']"),
     ("error = ", "#| code-fold: true\nerror = ", "a verdict stands in view"),
+    ('small n.")', 'small n.") if True else "not yet run"', "is not computed: True"),
 ]
 SPOILED_DATA = [
     ({"claim": "equation-0"}, "no claim has the id 'equation-0'"),
@@ -239,9 +245,17 @@ def sample(source: str = GOOD, times: int = 1, **data: str) -> Page:
 def test_good_verdict_passes(ledger: Ledger) -> None:
     """A computed verdict in view passes, alone or among others that are displayed together."""
     together = GOOD.replace("verdict(", "display(verdict(") + ")"
+    waiting = GOOD + ' if error else "not yet run"'
     collected = GOOD.replace("error = measure()", "error = []\nerror.append(measure())")
-    for source in (GOOD, together, collected):
+    for source in (GOOD, together, collected, waiting):
         report(complaint for gate in VERDICT_GATES for complaint in gate(sample(source), ledger))
+
+
+def test_verdict_that_waits_may_be_missing(ledger: Ledger) -> None:
+    """A verdict that waits for results has no output before they are there; any other has."""
+    for source, count in ((GOOD + ' if error else "not yet run"', 0), (GOOD, 1)):
+        notebook = v4.new_notebook(cells=[v4.new_code_cell(source)])
+        assert len(list(typed_by_hand(as_page(Path("sample.ipynb"), notebook), ledger))) == count
 
 
 @pytest.mark.parametrize(("old", "new", "complaint"), SPOILED_CODE)
