@@ -542,9 +542,9 @@ def test_14_relu_and_l1(hvp):
 
 
 @EVERY_CALL
-def test_15_memory_is_flat(hvp, way, every=3):
+def test_15_memory_is_flat(hvp, way):
     """No graph outlives its step, whether it fits Q or not: tensors and bytes of objects stand still over 200 steps."""
-    net = network()
+    net, every = network(), 3
     opt = optimizer(net, hvp=hvp, momentum=0.9, update_every=every, lr=0.001, max_norm=1.0)
 
     def steps(n: int) -> None:
