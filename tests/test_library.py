@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -361,3 +361,24 @@ def _private(x: int): ...
         "A.method lacks the type of its result",
         "_private lacks the type of its result",
     ]
+
+
+GROUP_LINES = 200
+
+
+def long_modules(paths: Iterable[Path]) -> Iterator[str]:
+    """Group modules with more lines than a reader takes in at once."""
+    for path in paths:
+        count = len(path.read_text(encoding="utf-8").splitlines())
+        if count > GROUP_LINES:
+            yield f"{path.name} has {count} lines, and {GROUP_LINES} are the limit"
+
+
+def test_groups_are_short() -> None:
+    report(long_modules(sorted((ROOT / "psgd_lit" / "groups").glob("*.py"))))
+
+
+def test_length_gate(tmp_path: Path) -> None:
+    for name, count in (("short", GROUP_LINES), ("long", GROUP_LINES + 1)):
+        (tmp_path / f"{name}.py").write_text("x = 1\n" * count)
+    assert list(long_modules(sorted(tmp_path.glob("*.py")))) == ["long.py has 201 lines, and 200 are the limit"]
