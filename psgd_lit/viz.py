@@ -4,7 +4,7 @@
 __all__ = ['COLOURS', 'DASHES', 'NAMES', 'MAX_FRAMES', 'style_of', 'use_style', 'draw_contours', 'encode_frame', 'choices',
            'static_page', 'live_widget', 'Exhibit', 'explore']
 
-# %% ../nbs/03_drawing.ipynb #dc6967e4
+# %% ../nbs/03_drawing.ipynb #2a0f273d
 import base64
 import html
 import io
@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 try:
@@ -247,7 +248,7 @@ class Exhibit:
         view = live_widget(self.draw, self.grid, self.start)._repr_mimebundle_()
         return {**view, "text/html": page, "text/plain": f"Exhibit({', '.join(self.grid)})"}
 
-# %% ../nbs/03_drawing.ipynb #c39c3056
+# %% ../nbs/03_drawing.ipynb #b643b90c
 def explore(
     draw: Callable[..., Figure],
     *,
@@ -261,7 +262,8 @@ def explore(
         draw: a pure function that returns a new figure; its keywords are the names of the sliders.
         alt: maps the same keywords to the text that stands for the picture.
         start: the value of each slider at first; its first value where none is given.
-        **grid: the values of each slider; their product is at most 24 pictures.
+        **grid: the values of each slider; their product is at most 24 pictures. Beside other sliders, one with a single
+            value is no choice and is not shown.
 
     Returns:
         An object that a notebook shows as live sliders and a static page as precomputed frames.
@@ -274,4 +276,9 @@ def explore(
     first = choices(lists)[0] | dict(start or {})
     if first not in choices(lists):
         raise ValueError(f"an exhibit can't start at {first}: choose a value of each slider")
+    fixed = {name: values[0] for name, values in lists.items() if len(values) == 1}
+    if 0 < len(fixed) < len(lists):
+        lists = {name: values for name, values in lists.items() if name not in fixed}
+        first = {name: first[name] for name in lists}
+        draw, alt = partial(draw, **fixed), alt and partial(alt, **fixed)
     return Exhibit(draw, lists, first, alt)

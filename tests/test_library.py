@@ -18,6 +18,7 @@ FLOORS = {
     "blocks": 1,
     "buckets": 2,
     "claims": None,
+    "costs": 1,
     "criterion": None,
     "derivatives": 1,
     "experiments": 4,
