@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from expressions import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,10 +19,6 @@ SIZES = st.sampled_from([0, 1, 2, 7])
 COLUMNS = st.sampled_from([0, 1, 2, 5])
 SEEDS = st.integers(0, 2**20)
 few = settings(max_examples=25, deadline=None, derandomize=True)
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 def learned(group: Diagonal, n: int, batch: tuple[int, ...] = (), seed: int = 0) -> State:

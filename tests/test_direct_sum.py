@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from expressions import learned, normal, same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -55,27 +56,8 @@ def sums(draw: st.DrawFn, smallest: int = 0) -> tuple[Group, Any]:
     return draw(st.sampled_from([*wraps, (DirectSum(other, group), (size, shape))]))
 
 
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
 def size_of(group: Group, shape: Any) -> int:
     return group.size(group.init(shape, device="meta"))
-
-
-def learned(
-    group: Group, shape: Any, batch: tuple[int, ...] = (), seed: int = 0, dtype: torch.dtype = torch.float64
-) -> State:
-    """A state away from the identity: where ten bold steps on random pairs lead."""
-    Q = group.init(shape, batch, dtype=dtype)
-    for t in range(10):
-        v, h = normal(2, *batch, group.size(Q), 1, seed=seed + t, dtype=dtype)
-        Q = group.update(Q, v, h, lr=0.1)
-    return Q
-
-
-def same_bits(one: State, other: State) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(leaves(one), leaves(other), strict=True))
 
 
 def dense(group: Group, Q: State) -> Tensor:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from expressions import learned, normal, same_bits
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from psgd_lit.blocks import leaves
+from psgd_lit.buckets import map_leaves
 from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.kron import Kron, act_along, kronecker_product, levelling_shifts, power_of_two, unfold
 from psgd_lit.groups.protocol import Group, State
@@ -65,35 +68,6 @@ def states(group: Group, Q: State) -> list[State]:
     if not isinstance(group, Kron):
         return [Q]
     return [state for f, q in zip(group.factors, Q, strict=True) for state in states(f, q)]
-
-
-def leaves(Q: Any) -> list[Tensor]:
-    return [Q] if isinstance(Q, Tensor) else [leaf for part in Q for leaf in leaves(part)]
-
-
-def tree_map(function: Any, *trees: Any) -> Any:
-    """Apply a function of tensors to states of one form, leaf by leaf."""
-    if isinstance(trees[0], Tensor):
-        return function(*trees)
-    return tuple(tree_map(function, *parts) for parts in zip(*trees, strict=True))
-
-
-def same_bits(one: State, other: State) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(leaves(one), leaves(other), strict=True))
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
-def learned(
-    group: Group, shape: Any, batch: tuple[int, ...] = (), seed: int = 0, dtype: torch.dtype = torch.float64
-) -> State:
-    """A state away from the identity: where twenty bold steps on random pairs lead."""
-    Q = group.init(shape, batch, dtype=dtype)
-    for t in range(20):
-        Q = group.update(Q, *normal(2, *batch, group.size(Q), 1, seed=seed + t, dtype=dtype), lr=0.1)
-    return Q
 
 
 def exponents(group: Kron, Q: State) -> Tensor:
@@ -163,7 +137,7 @@ def test_slope_is_half_the_derivative_along_move(case, k, seed):
     Q = learned(group, shape, seed=seed)
     v, h = normal(2, group.size(Q), k, seed=seed)
     slope = group.slope(Q, group.apply(Q, h), group.solve_t(Q, v))
-    at_zero = tree_map(lambda e: torch.zeros_like(e, requires_grad=True), slope)
+    at_zero = map_leaves(lambda e: torch.zeros_like(e, requires_grad=True), slope)
     moved = group.matrix(group.move(Q, at_zero))
     value = (moved @ h).square().sum() + torch.linalg.solve(moved.mT, v).square().sum()
     for derivative, e in zip(torch.autograd.grad(value, leaves(at_zero)), leaves(slope), strict=True):
@@ -240,7 +214,7 @@ def test_batched_equals_one_by_one(case, batch, k, seed):
     v, h = normal(2, *batch, group.size(Q), k, seed=seed)
     after = group.matrix(group.update(Q, v, h, lr=0.1))
     for member in itertools.product(*map(range, batch)):
-        alone = group.update(tree_map(lambda leaf, at=member: leaf[at], Q), v[member], h[member], lr=0.1)
+        alone = group.update(map_leaves(lambda leaf, at=member: leaf[at], Q), v[member], h[member], lr=0.1)
         torch.testing.assert_close(group.matrix(alone), after[member], rtol=1e-10, atol=1e-10)
 
 
@@ -277,7 +251,7 @@ def test_zero_and_bad_pairs_leave_every_bit(case, bad, seed, dtype):
     after = group.update(Q, v, h, lr=0.1)
     for before, now in zip(leaves(Q), leaves(after), strict=True):
         assert torch.equal(before[1], now[1])
-    assert not same_bits(tree_map(lambda leaf: leaf[0], Q), tree_map(lambda leaf: leaf[0], after))
+    assert not same_bits(map_leaves(lambda leaf: leaf[0], Q), map_leaves(lambda leaf: leaf[0], after))
 
 
 @few
@@ -313,9 +287,9 @@ def test_balance_levels_once_and_changes_no_bit(case, exponent, seed, dtype):
     Q = unbalance(group, level, exponent, seed)
     assert torch.equal(group.matrix(Q), group.matrix(level))
     balanced = group.balance(Q, torch.tensor([True, False]))
-    first, second = (tree_map(lambda leaf, at=i: leaf[at], balanced) for i in (0, 1))
+    first, second = (map_leaves(lambda leaf, at=i: leaf[at], balanced) for i in (0, 1))
     assert is_level(group, first)
-    assert same_bits(second, tree_map(lambda leaf: leaf[1], Q))
+    assert same_bits(second, map_leaves(lambda leaf: leaf[1], Q))
     assert same_bits(group.balance(balanced, torch.tensor([True, False])), balanced)
     assert torch.equal(group.matrix(balanced), group.matrix(Q))
     v, h = normal(2, 2, group.size(Q), 1, seed=seed, dtype=dtype)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from expressions import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,10 +20,6 @@ SIZES = st.sampled_from([0, 1, 2, 3, 17])
 BATCHES = st.sampled_from([(), (1,), (2, 2), (0,)])
 SEEDS = st.integers(0, 2**20)
 few = settings(max_examples=25, deadline=None, derandomize=True)
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 def learned(group: Normalization | Kron, shape: int | tuple[int, int], batch: tuple[int, ...], seed: int) -> State:

@@ -6,6 +6,7 @@ import pytest
 import scipy.optimize
 import scipy.stats
 import torch
+from expressions import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,10 +20,6 @@ dtypes = st.sampled_from([torch.float32, torch.float64])
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=seeded(seed), dtype=dtype)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

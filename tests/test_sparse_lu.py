@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from expressions import normal, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,10 +24,6 @@ def sized_ranks(draw: st.DrawFn) -> tuple[int, int]:
     """A size n and one of the ranks 0, 1, n - 1, n and n + 3."""
     n = draw(SIZES)
     return n, draw(st.sampled_from(sorted({0, 1, max(n - 1, 0), n, n + 3})))
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 def learned(rank: int, n: int, batch: tuple[int, ...] = (), seed: int = 0, dtype: torch.dtype = torch.float64) -> State:
@@ -56,10 +53,6 @@ def pattern(rank: int, n: int) -> Tensor:
     return torch.tensor(
         [[i >= j and (j < rank or i == j) for j in range(n)] for i in range(n)], dtype=torch.bool
     ).reshape(n, n)
-
-
-def same_bits(one: State, other: State) -> bool:
-    return all(torch.equal(x, y) for p, q in zip(one, other, strict=True) for x, y in zip(p, q, strict=True))
 
 
 @few
