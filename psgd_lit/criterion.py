@@ -127,9 +127,9 @@ def preconditioned_eigenvalues(P: Tensor, H: Tensor) -> Tensor:
     eigenvalues: Tensor = torch.linalg.eigvalsh(Q @ H @ Q.mT)  # eq-similar
     return eigenvalues
 
-# %% ../nbs/06_criterion.ipynb #493319b8
+# %% ../nbs/06_criterion.ipynb #97a618c6
 def spread(P: Tensor, H: Tensor) -> Tensor:
-    """Return the largest over the smallest |eigenvalue| of `P H`, which is 1 where P is perfect.
+    """Return the largest over the smallest magnitude of the eigenvalues of `P H`, which is 1 where P is perfect.
 
     Args:
         P: symmetric positive definite, shape `(*batch, n, n)`.
