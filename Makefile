@@ -56,8 +56,8 @@ lint: .venv/.done ## check style and types
 	$(BIN)/ruff format --check --line-length 96 $(NOTEBOOKS)
 	$(BIN)/mypy
 
-check: lint test ## exactly what CI runs: style, types, the book, all tests, and the notebooks as on another machine
-	$(BIN)/pytest -n 2 --dist load -m "elsewhere or slow" tests
+check: lint book ## exactly what CI runs: style, types, the book, all tests, every notebook run again here and, under nbval, as on another machine
+	$(BIN)/pytest -n 2 --dist load tests
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/pytest $(NBVAL) $(PARALLEL) nbs
 
 gpu: ## measure on a CUDA machine with the system's own python3 and torch
