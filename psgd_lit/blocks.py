@@ -108,7 +108,7 @@ class Choice(NamedTuple):
         """The free entries of Q, over all members."""
         return self.block.batch * self.group.numel(self.shape)
 
-# %% ../nbs/08_blocks.ipynb #91f15d51
+# %% ../nbs/08_blocks.ipynb #84f370b3
 def cover(params: Iterable[Tensor], blocks: Iterable[Block]) -> list[Block]:
     """Return blocks that hold every parameter with entries once: those given, and one for each other parameter.
 
@@ -120,13 +120,19 @@ def cover(params: Iterable[Tensor], blocks: Iterable[Block]) -> list[Block]:
     params = {p: None for p in params if p.numel()}
     owner: dict[Tensor, Block] = {}
     for block in blocks:
-        held = [p in params for p in block.params]
-        if any(held) and not all(held) or any(p in owner for p in block.params):
-            raise ValueError(
-                f"the block of the parameters {[tuple(p.shape) for p in block.params]} shares some with another block "
-                "or another param group: give each block's parameters to one group, and each parameter to one block"
+        filled = [p for p in block.params if p.numel()]
+        lacking = [tuple(p.shape) for p in filled if p not in params]
+        if any(p in owner for p in filled) or 0 < len(lacking) < len(filled):
+            reason = (
+                f"this param group lacks {lacking}"
+                if lacking
+                else "another block holds one too"
             )
-        owner |= {p: block for p in block.params if p in params}
+            raise ValueError(
+                f"the block of the parameters {[tuple(p.shape) for p in block.params]} can't be used: {reason}; give all "
+                "parameters of a block to one param group, frozen ones too, and each parameter to one block"
+            )
+        owner |= {p: block for p in filled if p in params}
     return list(dict.fromkeys(owner.get(p) or parameter_block(p) for p in params))
 
 # %% ../nbs/08_blocks.ipynb #0519fa21

@@ -121,7 +121,7 @@ def buckets_of(
         for members in kinds.values()
     ]
 
-# %% ../nbs/09_buckets.ipynb #1e0c3acc
+# %% ../nbs/09_buckets.ipynb #6ce1b51e
 class Buckets:
     """The buckets of several param groups, which follow the set of active blocks and their dtypes and devices.
 
@@ -134,23 +134,30 @@ class Buckets:
         """Choose a group for each block; nothing is allocated yet."""
         self.groups, self.state = groups, state
         self.choices = [choose(g["preconditioner"], g["params"], g["blocks"]) for g in groups]
+        self._members = [list(map(id, g["params"])) for g in groups]
         self._kinds: list[Any] | None = None
         self._buckets: list[tuple[dict[str, Any], Bucket]] = []
 
+    def serve(self, groups: Sequence[dict[str, Any]], state: Any) -> bool:
+        """Return whether they were made for this state and for the present parameters of these groups."""
+        members = [list(map(id, g["params"])) for g in groups]
+        return self.state is state and self.groups is groups and self._members == members
+
     def active(self, params: Mapping[Tensor, Any]) -> list[tuple[dict[str, Any], Bucket]]:
         """Return all buckets, each with its param group, for blocks that have a state or one of these parameters."""
+        stored = {p: state["Q"] for p, state in self.state.items() if "Q" in state}
         present = [
             [
                 choice
                 for choice in choices
-                if "Q" in self.state.get(choice.block.params[0], {})
+                if choice.block.params[0] in stored
                 or not params.keys().isdisjoint(choice.block.params)
             ]
             for choices in self.choices
         ]
         kinds = [[(choice.block, kind_of(choice)) for choice in choices] for choices in present]
-        if kinds != self._kinds:
-            stored = {p: state["Q"] for p, state in self.state.items() if "Q" in state}
+        blocks = [block for _, bucket in self._buckets for block in bucket.blocks]
+        if kinds != self._kinds or not all(block.params[0] in stored for block in blocks):
             self._buckets = [
                 (group, bucket)
                 for group, choices in zip(self.groups, present, strict=True)

@@ -2,10 +2,11 @@
 
 # %% auto #0
 __all__ = ['HVP', 'draw_probes', 'draw_by_parameter', 'active_parameters', 'check_parameters', 'Derivatives',
-           'stored_derivatives', 'closure_derivatives', 'mean_over_ranks', 'used_derivatives', 'amp_scale',
-           'without_autocast']
+           'stored_derivatives', 'closure_derivatives', 'mean_over_ranks', 'warn_unless_averaged', 'used_derivatives',
+           'amp_scale', 'without_autocast']
 
-# %% ../nbs/09_derivatives.ipynb #0110eb4c
+# %% ../nbs/09_derivatives.ipynb #160e892f
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -23,13 +24,13 @@ from psgd_lit.hvp import (
     loss_and_gradient,
 )
 
-# %% ../nbs/09_derivatives.ipynb #884d248d
+# %% ../nbs/09_derivatives.ipynb #98fb99f1
 def draw_probes(params: Sequence[Tensor], seed: int, t: int) -> list[Tensor]:
     """Draw a standard normal probe for each parameter.
 
     The numbers depend on the seed, the iteration and the order of the parameters alone.
     Generators use the last 32 bits of their seed, so seeds are spread over them by the golden ratio: runs of fewer than
-    a hundred seeds share no probe within their first ten million iterations.
+    a hundred seeds share no probe on a device within their first ten million iterations.
 
     Args:
         params: the parameters, in their order in the optimizer; a complex one has a probe with two normal parts.
@@ -40,8 +41,11 @@ def draw_probes(params: Sequence[Tensor], seed: int, t: int) -> list[Tensor]:
     for p in params:
         streams.setdefault(p.device, []).append(p)
     probes: dict[Tensor, Tensor] = {}
-    for device, members in streams.items():
-        source = torch.Generator(device).manual_seed((seed * 0x9E3779B1 + t) % 2**32)
+    for place, (device, members) in enumerate(streams.items()):
+        start = (
+            seed * 0x9E3779B1 + place * 0x85EBCA77 + t
+        )  # devices of one kind share no numbers
+        source = torch.Generator(device).manual_seed(start % 2**32)
         sizes = [as_real(p).numel() for p in members]
         flat = torch.randn(sum(sizes), device=device, generator=source)
         for p, piece in zip(members, torch.split(flat, sizes), strict=True):
@@ -240,7 +244,23 @@ def mean_over_ranks(tensors: Sequence[Tensor], process_group: Any) -> list[Tenso
             means[i] = part.view_as(tensors[i])
     return means
 
-# %% ../nbs/09_derivatives.ipynb #1dd9e1a2
+# %% ../nbs/09_derivatives.ipynb #c0ea682b
+def warn_unless_averaged(params: Iterable[Tensor], process_group: Any) -> None:
+    """Warn if this is one of several processes, and nobody averages the gradients of a closure without `backward`.
+
+    Args:
+        params: the parameters, after the closure ran; one that calls `backward` has left gradients in `.grad`.
+        process_group: the ranks that the optimizer averages over, or None.
+    """
+    is_one_of_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if process_group is None and is_one_of_many and all(p.grad is None for p in params):
+        warnings.warn(
+            "several processes run, and nobody averages their gradients, since a closure that calls no backward() is "
+            "unknown to DistributedDataParallel: pass process_group=torch.distributed.group.WORLD to PSGD",
+            stacklevel=4,
+        )
+
+# %% ../nbs/09_derivatives.ipynb #c3894a90
 def used_derivatives(
     params: Sequence[Tensor],
     probe: Sequence[Tensor] | None,
@@ -268,15 +288,25 @@ def used_derivatives(
         raise RuntimeError(
             "a gradient is sparse, and P g would not be: make the layer with sparse=False"
         )
-    if process_group is not None:
-        filled = _filled(gradient, params)
-        means = mean_over_ranks([*filled, *(product or [])], process_group)
-        gradient, product = means[: len(filled)], product and means[len(filled) :]
-    used = {p: g * factor for p, g in zip(params, gradient, strict=True) if g is not None}
+
+    def scaled(x: Tensor) -> Tensor:
+        """Return a multiple in float32 or wider, where a small gradient in float16 doesn't vanish."""
+        if not isinstance(factor, Tensor) and factor == 1:
+            return x
+        return x.to(torch.promote_types(x.dtype, torch.float32)) * factor
+
+    if process_group is None:
+        gradient = [None if g is None else scaled(g) for g in gradient]
+        product = product and [scaled(h) for h in product]
+    else:
+        mine = [scaled(x) for x in (*_filled(gradient, params), *(product or ()))]
+        means = mean_over_ranks(mine, process_group)
+        gradient, product = means[: len(params)], product and means[len(params) :]
+    used = {p: g for p, g in zip(params, gradient, strict=True) if g is not None}
     if probe is None or product is None:
         return used, {}
-    pairs = zip(params, probe, product, strict=True)
-    return used, {p: (v, h * factor) for p, v, h in pairs if p in used}
+    triples = zip(params, probe, product, strict=True)
+    return used, {p: (v, h) for p, v, h in triples if p in used}
 
 # %% ../nbs/09_derivatives.ipynb #ab140234
 def amp_scale(optimizer: Any, differentiates: bool) -> float | Tensor:

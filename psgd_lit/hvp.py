@@ -47,7 +47,7 @@ def _check_pairs(params: Sequence[Tensor], probe: Sequence[Tensor]) -> None:
                 f"probe[{i}] must be like params[{i}], which is {kinds[0]}, but is {kinds[1]}"
             )
 
-# %% ../nbs/05_hvp.ipynb #2e9bf37b
+# %% ../nbs/05_hvp.ipynb #66e394f4
 def loss_and_gradient(
     closure: Callable[[], Tensor], params: Sequence[Tensor], twice: bool = False
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -64,6 +64,7 @@ def loss_and_gradient(
     Raises:
         TypeError: if the loss is no tensor.
         ValueError: if the loss is no real number or has no gradient, or if the closure ran `backward` itself.
+        RuntimeError: if a parameter seems unused, and the loss goes through a checkpoint that hides parameters.
     """
     torch.clear_autocast_cache()  # an autocast around the call may hold casts of the parameters as they were before
     with torch.enable_grad():
@@ -89,6 +90,8 @@ def loss_and_gradient(
                 "the closure ran backward() itself: it must only return the loss"
             ) from error
         raise
+    if any(g is None for g in grads):
+        _check_graph([loss])
     return loss.detach().reshape(()), grads
 
 # %% ../nbs/05_hvp.ipynb #93f2dab8
@@ -121,16 +124,23 @@ def _refusals_explained() -> Iterator[None]:
             raise SecondDerivativeError(f"{reason}. {_WAYS_OUT}") from error
         raise
 
-# %% ../nbs/05_hvp.ipynb #433b398d
-def _check_graph(gradient: Sequence[Tensor | None]) -> None:
-    """Raise a `SecondDerivativeError` if a gradient came through a function that is marked `once_differentiable`."""
-    nodes = {g.grad_fn for g in gradient if g is not None and g.grad_fn is not None}
+# %% ../nbs/05_hvp.ipynb #967a45ef
+_HIDING = {
+    "torch::autograd::Error": f"a function of this loss is marked once_differentiable. {_WAYS_OUT}",
+    "CheckpointFunctionBackward": "a checkpoint with use_reentrant=True hides the parameters inside it from "
+    "torch.autograd.grad: say use_reentrant=False",
+}
+
+
+def _check_graph(ends: Sequence[Tensor | None]) -> None:
+    """Raise an error if the graph of some tensors has a node that hides parameters or a second derivative."""
+    nodes = {end.grad_fn for end in ends if end is not None and end.grad_fn is not None}
     seen: set[Node] = set()
     while nodes:
-        if any(node.name() == "torch::autograd::Error" for node in nodes):
-            raise SecondDerivativeError(
-                f"a function of this loss is marked once_differentiable. {_WAYS_OUT}"
-            )
+        names = {node.name() for node in nodes}
+        for name in names & _HIDING.keys():
+            kind = RuntimeError if "Checkpoint" in name else SecondDerivativeError
+            raise kind(_HIDING[name])
         seen |= nodes
         nodes = {
             after for node in nodes for after, _ in node.next_functions if after is not None

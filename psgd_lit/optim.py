@@ -4,10 +4,11 @@
 __all__ = ['period', 'average', 'averages', 'keep_averages', 'move', 'damped_pairs', 'check_settings', 'saved_form', 'compatible',
            'saving', 'restoring', 'PSGD']
 
-# %% ../nbs/10_psgd.ipynb #a99c6a12
+# %% ../nbs/10_psgd.ipynb #bb11f070
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .affine import Block, as_real
 from psgd_lit.blocks import (
     Preconditioner,
     checked_blocks,
+    choose,
     describe_choices,
     names_of,
     state_dtype,
@@ -31,8 +33,10 @@ from psgd_lit.derivatives import (
     draw_by_parameter,
     stored_derivatives,
     used_derivatives,
+    warn_unless_averaged,
     without_autocast,
 )
+from .groups.protocol import check_step_size
 from .regularization import DAMPING_KINDS, clip_factor, damp
 
 # %% ../nbs/10_psgd.ipynb #deed8390
@@ -51,45 +55,46 @@ def period(update_every: int | str | Callable[[int], int], t: int) -> int:
         return max(len(str(t)) - 1, 1)  # the digits of t count its logarithm without rounding
     return int(update_every)
 
-# %% ../nbs/10_psgd.ipynb #338e3e49
-def average(past: Tensor | None, g: Tensor, t: int, momentum: float) -> Tensor:
+# %% ../nbs/10_psgd.ipynb #ce6ea749
+def average(past: Tensor | None, g: Tensor, n: Tensor, momentum: float) -> Tensor:
     """Return the average of past and present gradients of one parameter, in float32 or wider.
 
     Args:
         past: the average so far, None before the first gradient.
         g: the gradient.
-        t: the iteration, counted from 0.
+        n: how many steps have counted so far, a number that may live on a device.
         momentum: the weight of the past.
     """
     if past is None:
         return as_real(g).to(state_dtype([g]), copy=True)
-    beta = min(t / (t + 1), momentum)
     past = past.to(g.device, state_dtype([g]))
-    return past.lerp(as_real(g).to(past.dtype), 1 - beta)  # eq-momentum
+    weight = (1 / (n.to(past) + 1)).clamp(min=1 - momentum)
+    return past.lerp(as_real(g).to(past.dtype), weight)  # eq-momentum
 
-# %% ../nbs/10_psgd.ipynb #61ddc932
+# %% ../nbs/10_psgd.ipynb #bc4c2d83
 def averages(
     groups: Iterable[dict[str, Any]],
     state: Mapping[Tensor, dict[str, Any]],
     gradient: Mapping[Tensor, Tensor],
 ) -> dict[Tensor, Tensor]:
     """Return the averaged gradients of the parameters whose param group has momentum; nothing is kept yet."""
-    return {
-        p: average(state[p].get("momentum"), gradient[p], group["t"], group["momentum"])
-        for group in groups
-        if group["momentum"]
-        for p in group["params"]
-        if p in gradient
-    }
+    means = {}
+    for group in groups:
+        n = torch.as_tensor(group["t"] - group["skipped"])
+        for p in group["params"] if group["momentum"] else []:
+            if p in gradient:
+                means[p] = average(state[p].get("momentum"), gradient[p], n, group["momentum"])
+    return means
 
-# %% ../nbs/10_psgd.ipynb #d6cb3094
+# %% ../nbs/10_psgd.ipynb #b2c65134
 def keep_averages(
     state: Mapping[Tensor, dict[str, Any]], means: Mapping[Tensor, Tensor], finite: Tensor
 ) -> None:
     """Keep the averages as the momentum of their parameters if `finite`, a boolean number; else what was there."""
     for p, mean in means.items():
-        past = state[p].get("momentum", torch.zeros_like(mean)).to(mean)
-        state[p]["momentum"] = mean.where(finite.to(mean.device), past)
+        past = state[p].get("momentum")
+        other = torch.zeros_like(mean) if past is None else past.to(mean)
+        state[p]["momentum"] = mean.where(finite.to(mean.device), other)
 
 # %% ../nbs/10_psgd.ipynb #0f38869e
 def move(
@@ -193,40 +198,45 @@ def check_settings(settings: dict[str, Any], shared: dict[str, Any]) -> None:
                 f"{name} is shared by all param groups: it is {shared[name]!r}, and can't be {settings[name]!r} here"
             )
 
-# %% ../nbs/10_psgd.ipynb #516a888d
-def saved_form(group: dict[str, Any]) -> dict[str, Any]:
-    """Return how the preconditioner and the blocks of a param group are saved: as text, and as lists of numbers."""
-    position = {p: i for i, p in enumerate(group["params"])}
-    layout = [
-        [[position[p] for p in block.params], [block.batch, *block.shape]]
-        for block in group["blocks"]
-        if block.params[0] in position
-    ]
-    return {"preconditioner": str(group["preconditioner"]), "blocks": layout}
+# %% ../nbs/10_psgd.ipynb #7039aba3
+_ON_BLOCKS = ("preconditioner", "blocks")
 
-# %% ../nbs/10_psgd.ipynb #4b0ecb86
+
+def saved_form(group: dict[str, Any]) -> list[Any]:
+    """Return how the blocks of a param group are saved: for each its group as text, its parameters and its shape as numbers."""
+    position = {p: i for i, p in enumerate(group["params"])}
+    choices = choose(group["preconditioner"], group["params"], group["blocks"])
+    return [
+        [repr(chosen), [position[p] for p in block.params], [block.batch, *block.shape]]
+        for chosen, _, block in choices
+    ]
+
+# %% ../nbs/10_psgd.ipynb #f5b61891
 def compatible(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a saved param group, with those of the present one where the saved one lacks them.
 
     Raises:
         ValueError: if the preconditioner or the blocks differ.
     """
-    for name, here in saved_form(group).items():
-        if saved.get(name, here) != here:
+    here = saved_form(group)
+    for theirs, mine in zip_longest(saved.get("blocks", here), here):
+        if theirs != mine:
             raise ValueError(
-                f"the state was saved with {name} {saved[name]}, and this optimizer has {here}: make it with the same"
+                f"the state was saved with {theirs} (the group of a block, its parameters, its shape), and this "
+                f"optimizer has {mine}: make it with the same preconditioner and blocks"
             )
-    apart = ("params", "param_names", *saved_form(group))
+    apart = ("params", "param_names", *_ON_BLOCKS)
     return {name: value for name, value in group.items() if name not in apart} | saved
 
-# %% ../nbs/10_psgd.ipynb #8e91ab14
+# %% ../nbs/10_psgd.ipynb #4fc1f610
 @contextmanager
 def saving(optimizer: Any) -> Iterator[None]:
     """Let the state that the optimizer makes have the saved form of its param groups, before any hook of the user."""
 
     def complete(_: Any, saved: dict[str, Any]) -> None:
         for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-            group |= saved_form(mine)
+            group["blocks"] = saved_form(mine)
+            del group["preconditioner"]
             if callable(group["update_every"]):
                 del group["update_every"]
 
@@ -236,13 +246,11 @@ def saving(optimizer: Any) -> Iterator[None]:
     finally:
         hook.remove()
 
-# %% ../nbs/10_psgd.ipynb #7c487d5b
+# %% ../nbs/10_psgd.ipynb #3878f908
 @contextmanager
 def restoring(optimizer: Any) -> Iterator[None]:
     """Let the state that the optimizer loads be completed and checked, and its tensors be copied in their own dtypes."""
-    kept = [
-        {name: group[name] for name in saved_form(group)} for group in optimizer.param_groups
-    ]
+    kept = [{name: group[name] for name in _ON_BLOCKS} for group in optimizer.param_groups]
     loaded: dict[str, Any] = {}
 
     def complete(_: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -269,7 +277,7 @@ def restoring(optimizer: Any) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
 
-# %% ../nbs/10_psgd.ipynb #10959969
+# %% ../nbs/10_psgd.ipynb #b673ff3c
 class PSGD(torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
@@ -304,8 +312,8 @@ class PSGD(torch.optim.Optimizer):
         weight_decay: decoupled: each step multiplies the parameters by `1 - lr weight_decay`.
         maximize: whether to climb instead.
         seed: of the probes.
-        process_group: averages gradients and products over these ranks; of the ways to call `step`, "exact" under
-            DistributedDataParallel needs the first.
+        process_group: averages gradients and products over these ranks. None averages nothing: DistributedDataParallel
+            does it in `backward`, so the first way to call `step` needs the group, and "exact" needs the first way.
 
     Attributes:
         due: whether the next step will fit Q.
@@ -326,6 +334,7 @@ class PSGD(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    _buckets: Buckets | None = None
 
     def __init__(
         self,
@@ -349,7 +358,7 @@ class PSGD(torch.optim.Optimizer):
     ) -> None:
         self.process_group = process_group
         own: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        own |= {"preconditioner": preconditioner, "blocks": () if blocks is None else blocks}
+        own |= {"preconditioner": preconditioner, "blocks": checked_blocks(blocks or ())}
         own |= {"lr_preconditioner": lr_preconditioner, "init_scale": init_scale}
         own |= {"damping": damping, "damping_kind": damping_kind}
         shared = {"hvp": hvp, "update_every": update_every, "max_norm": max_norm}
@@ -364,7 +373,7 @@ class PSGD(torch.optim.Optimizer):
             check_settings(group, head)
             group["blocks"] = checked_blocks(group["blocks"])
             check_parameters(group["params"])
-            self.buckets = Buckets(self.param_groups, self.state)
+            Buckets(self.param_groups, self.state)  # refuses a preconditioner that doesn't fit
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -380,6 +389,13 @@ class PSGD(torch.optim.Optimizer):
     def skipped(self) -> int:
         """How many steps have been skipped because a gradient or a move was not finite."""
         return int(self.param_groups[0]["skipped"])
+
+    @property
+    def buckets(self) -> Buckets:
+        """The buckets of the present param groups and state."""
+        if self._buckets is None or not self._buckets.serve(self.param_groups, self.state):
+            self._buckets = Buckets(self.param_groups, self.state)
+        return self._buckets
 
     def describe(self) -> str:
         """Return a table of what each block gets: its group, entries and bytes; nothing is allocated for it."""
@@ -399,20 +415,23 @@ class PSGD(torch.optim.Optimizer):
             RuntimeError: if the Hessian-vector product that is due cannot be had in this way.
         """
         head = self.param_groups[0]
-        every, params = active_parameters(self.param_groups, stored=closure is None)
+        for group in self.param_groups:
+            check_step_size(group["lr_preconditioner"])
+        stored = closure is None and self.process_group is None
+        every, params = active_parameters(self.param_groups, stored)
         if not params:
             return None if closure is None else torch.enable_grad()(closure)()
-        drawn = draw_by_parameter(every, head["seed"], head["t"]) if self.due else None
-        probe = None if drawn is None else [drawn[p] for p in params]
-        scale = amp_scale(self, differentiates=probe is not None and head["hvp"] != "whiten")
+        fits = self.due and not (closure is None and self._only_makes_state(params))
+        drawn = draw_by_parameter(every, head["seed"], head["t"]) if fits else {}
+        probe = [drawn[p] for p in params] if fits else None
         given = (params, probe, head["hvp"])
-        found = (
-            stored_derivatives(*given)
-            if closure is None
-            else closure_derivatives(closure, *given)
-        )
+        scale = 1.0 if closure else amp_scale(self, fits and head["hvp"] != "whiten")
+        found = closure_derivatives(closure, *given) if closure else stored_derivatives(*given)
+        warn_unless_averaged(params, self.process_group)
         factor = (-1.0 if head["maximize"] else 1.0) / scale
         gradient, pairs = used_derivatives(params, probe, found, factor, self.process_group)
+        if not gradient:
+            return found.loss
         with without_autocast(params):
             finite = self._move(gradient)
             if pairs:
@@ -421,6 +440,14 @@ class PSGD(torch.optim.Optimizer):
             group["t"] += 1
             group["skipped"] = group["skipped"] + ~finite
         return found.loss
+
+    def _only_makes_state(self, params: list[Tensor]) -> bool:
+        """Whether this is the step by which torch's distributed checkpoints make the state: no graph, and `lr` 0."""
+        if self.param_groups[0]["hvp"] == "whiten" or any(
+            p.grad is not None and p.grad.requires_grad for p in params
+        ):
+            return False
+        return not any(group["lr"] for group in self.param_groups)
 
     def _move(self, gradient: dict[Tensor, Tensor]) -> Tensor:
         """Move the parameters by P times the averaged gradient, with the Q of the previous iteration.
@@ -450,24 +477,17 @@ class PSGD(torch.optim.Optimizer):
                 every, head["seed"], head["t"] + 2**31
             )  # a stream that no probe uses
         v, h = damped_pairs(self.param_groups, pairs, noise)
-        for group, bucket in self.buckets.active(pairs):
+        buckets = self.buckets
+        for group, bucket in buckets.active(pairs):
             bucket.fit(v, h, group["lr_preconditioner"], finite.to(bucket.device))
-        self.buckets.show()
+        buckets.show()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds; the buckets are made anew from the state."""
         return {**super().__getstate__(), "process_group": self.process_group}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy or a pickle."""
-        super().__setstate__(state)
-        if (
-            "defaults" in state
-        ):  # a copy, and not a state that load_state_dict is about to complete
-            self.buckets = Buckets(self.param_groups, self.state)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in tensors, numbers and strings; a preconditioner as its name or repr, no callables."""
+        """Return the state in tensors, numbers and strings; a preconditioner as the groups that it chose, no callables."""
         with saving(self):
             return super().state_dict()
 
@@ -480,4 +500,3 @@ class PSGD(torch.optim.Optimizer):
         """
         with restoring(self):
             super().load_state_dict(state_dict)
-        self.buckets = Buckets(self.param_groups, self.state)

@@ -73,6 +73,41 @@ def unused(rank: int, group: Any) -> Outcome:
     return run(opt, parts, lambda t: opt.step(lambda: parts[rank](torch.ones(3, 2)).square().mean()))
 
 
+def unused_backward(rank: int, group: Any) -> Outcome:
+    """The same by plain backward, with layers of different sizes."""
+    parts = nn.ModuleList([fill(nn.Linear(2, 2), 1), fill(nn.Linear(3, 3), 2)])
+    opt = PSGD(parts.parameters(), lr=0.05, momentum=0.5, process_group=group, hvp="whiten")
+
+    def take(t: int) -> None:
+        opt.zero_grad()
+        parts[rank](torch.ones(3, 2 + rank)).square().mean().backward()
+        opt.step()
+
+    return run(opt, parts, take)
+
+
+def warned(group: Any) -> list[Tensor]:
+    """Whether a step warns, by closures that return the loss and that call backward."""
+    net = network(torch.float64)
+    model = DistributedDataParallel(net)
+    found = []
+    for calls_backward in (False, True):
+        opt = PSGD(net.parameters(), lr=0.05, hvp="whiten", process_group=group)
+
+        def closure(opt: PSGD = opt, calls_backward: bool = calls_backward) -> Tensor:
+            opt.zero_grad()
+            loss = loss_of(model)
+            if calls_backward:
+                loss.backward()
+            return loss
+
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            opt.step(closure)
+        found.append(torch.tensor(any("process_group" in str(w.message) for w in heard)))
+    return found
+
+
 def bad(rank: int, group: Any) -> Outcome:
     """One rank has one bad batch."""
     net = network(torch.float64)
@@ -108,6 +143,9 @@ def work(rank: int, folder: str) -> None:
         "backward": by_backward(mine, None, wrapped=True),
         "averaged": by_backward(mine, group, wrapped=False),
         "unused": unused(rank, group),
+        "unused backward": unused_backward(rank, group),
+        "warned alone": warned(None),
+        "warned": warned(group),
         "bad": bad(rank, group),
         "means": means(rank, group),
     }
@@ -136,7 +174,7 @@ def two_processes(folder: Path) -> list[dict[str, Any]]:
     assert [worker.exitcode for worker in workers] == [0, 0]
     return [
         {
-            name: list(x) if name == "means" else Outcome(*x)
+            name: Outcome(*x) if len(x) == 4 else list(x)
             for name, x in torch.load(folder / f"{rank}.pt", weights_only=True).items()
         }
         for rank in (0, 1)
@@ -161,12 +199,20 @@ def test_17_data_parallel(ranks, run):
     assert not any(torch.equal(a, b) for a, b in zip(first.weights, alone.start, strict=True))
 
 
-def test_17_a_rank_without_a_gradient(ranks):
+@pytest.mark.parametrize("run", ["unused", "unused backward"])
+def test_17_a_rank_without_a_gradient(ranks, run):
     """What one rank does not use counts as zero there, and no rank waits for another for ever."""
-    first, second = (rank["unused"] for rank in ranks)
+    first, second = (rank[run] for rank in ranks)
     assert same(first.weights, second.weights)
     assert same(first.state, second.state)
     assert not any(torch.equal(a, b) for a, b in zip(first.weights, first.start, strict=True))
+
+
+def test_17_nobody_averages_without_a_word(ranks):
+    """A closure that calls no backward, and no group: a warning. One that does, or a group: none."""
+    for rank in ranks:
+        assert [bool(x) for x in rank["warned alone"]] == [True, False]
+        assert not any(rank["warned"])
 
 
 def test_17_a_bad_batch_on_one_rank(ranks):

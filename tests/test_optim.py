@@ -17,7 +17,7 @@ from psgd_lit.derivatives import draw_probes
 from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.triangular import Triangular
-from psgd_lit.optim import PSGD, average, period
+from psgd_lit.optim import PSGD, period
 
 D = torch.float64
 
@@ -78,9 +78,6 @@ def test_momentum_is_a_mean_at_first_and_keeps_the_size_of_a_step():
         before = x.item()
         opt.step(lambda slope=slope: slope * x.sum())
     assert before - x.item() == pytest.approx((1 + 1 + 4 + 1) / 4)
-    past = torch.tensor([1.0])
-    assert average(past, torch.tensor([3.0]), t=99, momentum=0.5).item() == pytest.approx(2.0)
-    assert average(None, torch.tensor([3.0]), t=99, momentum=0.5).item() == 3.0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from psgd_lit.affine import affine_block
+from psgd_lit.blocks import leaves
 from psgd_lit.optim import PSGD
 
 NAMES = ("dense", "splu", "kron", "diagonal", "esgd")
@@ -92,6 +93,15 @@ def blocks_of(preconditioner: Any, weight: Tensor, bias: Tensor) -> Any:
 
 def weights(net: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in net.parameters()]
+
+
+def states(opt: PSGD) -> list[Tensor]:
+    """All tensors of the state, as copies."""
+    found = []
+    for state in opt.state.values():
+        found += [leaf.clone() for leaf in leaves(state.get("Q", ()))]
+        found += [state["momentum"].clone()] if "momentum" in state else []
+    return found
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:

@@ -66,9 +66,9 @@ def check_step_size(lr: float | Tensor) -> None:
     if not isinstance(lr, Tensor) and not 0 < lr < 1:
         raise ValueError(f"the step size of a preconditioner lies in (0, 1), and {lr} does not")
 
-# %% ../../nbs/groups/01_lie.ipynb #12fcba7e
+# %% ../../nbs/groups/01_lie.ipynb #d7c0a382
 class Group(ABC):
-    """Matrices Q that keep their form under products, with the means to learn P = Q^T Q on them.
+    """Matrices Q that keep their form when they are moved, with the means to learn P = Q^T Q on them.
 
     A group is a value; its state `Q` is a tuple of tensors whose leading dimensions `(*batch,)` are independent
     members. Vectors are columns: `x`, `a`, `b`, `v`, `h` have shape `(*batch, n, k)`, for k of them at once.
