@@ -23,7 +23,7 @@ from psgd_lit.experiments.runner import (
 )
 from .sequences import PROBLEMS
 
-# %% ../../nbs/experiments/04_plan.ipynb #b215bd16
+# %% ../../nbs/experiments/04_plan.ipynb #14013ac2
 _GRADIENT_ONLY = ("sgd", "rmsprop", "adam")
 _ALL = ("kron", "splu", "scan", "esgd", *_GRADIENT_ONLY)
 _PERIODS: tuple[int | str, ...] = (2, 5, 10, "log10")
@@ -44,7 +44,7 @@ def planned(seeds: Sequence[int] = (0, 1, 2)) -> list[Run]:
         runs += [Run("xor_rnn", method, seed, 10_000, length=16) for method in _ALL]
     first = seeds[0]
     runs += [Run("xor_lstm", "dense", first)]
-    runs += [Run("addition_lstm", method, first) for method in _ALL]
+    runs += [Run("addition_lstm", method, first, 8_000) for method in _ALL]
     runs += [
         Run("addition_rnn", m, first, hvp="approx") for m in ("kron", "splu", "scan", "esgd")
     ]
