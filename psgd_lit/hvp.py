@@ -124,11 +124,17 @@ def _refusals_explained() -> Iterator[None]:
             raise SecondDerivativeError(f"{reason}. {_WAYS_OUT}") from error
         raise
 
-# %% ../nbs/05_hvp.ipynb #967a45ef
-_HIDING = {
-    "torch::autograd::Error": f"a function of this loss is marked once_differentiable. {_WAYS_OUT}",
-    "CheckpointFunctionBackward": "a checkpoint with use_reentrant=True hides the parameters inside it from "
-    "torch.autograd.grad: say use_reentrant=False",
+# %% ../nbs/05_hvp.ipynb #940448d4
+_HIDING: dict[str, tuple[type[RuntimeError], str]] = {
+    "torch::autograd::Error": (
+        SecondDerivativeError,
+        f"a function of this loss is marked once_differentiable. {_WAYS_OUT}",
+    ),
+    "CheckpointFunctionBackward": (
+        RuntimeError,
+        "a checkpoint with use_reentrant=True hides the parameters inside it from torch.autograd.grad: say "
+        "use_reentrant=False",
+    ),
 }
 
 
@@ -139,8 +145,8 @@ def _check_graph(ends: Sequence[Tensor | None]) -> None:
     while nodes:
         names = {node.name() for node in nodes}
         for name in names & _HIDING.keys():
-            kind = RuntimeError if "Checkpoint" in name else SecondDerivativeError
-            raise kind(_HIDING[name])
+            kind, reason = _HIDING[name]
+            raise kind(reason)
         seen |= nodes
         nodes = {
             after for node in nodes for after, _ in node.next_functions if after is not None

@@ -277,7 +277,7 @@ def restoring(optimizer: Any) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
 
-# %% ../nbs/10_psgd.ipynb #b673ff3c
+# %% ../nbs/10_psgd.ipynb #9b1bfe02
 class PSGD(torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
@@ -358,7 +358,10 @@ class PSGD(torch.optim.Optimizer):
     ) -> None:
         self.process_group = process_group
         own: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        own |= {"preconditioner": preconditioner, "blocks": checked_blocks(blocks or ())}
+        own |= {
+            "preconditioner": preconditioner,
+            "blocks": checked_blocks(() if blocks is None else blocks),
+        }
         own |= {"lr_preconditioner": lr_preconditioner, "init_scale": init_scale}
         own |= {"damping": damping, "damping_kind": damping_kind}
         shared = {"hvp": hvp, "update_every": update_every, "max_norm": max_norm}
@@ -425,8 +428,14 @@ class PSGD(torch.optim.Optimizer):
         drawn = draw_by_parameter(every, head["seed"], head["t"]) if fits else {}
         probe = [drawn[p] for p in params] if fits else None
         given = (params, probe, head["hvp"])
-        scale = 1.0 if closure else amp_scale(self, fits and head["hvp"] != "whiten")
-        found = closure_derivatives(closure, *given) if closure else stored_derivatives(*given)
+        scale = (
+            1.0 if closure is not None else amp_scale(self, fits and head["hvp"] != "whiten")
+        )
+        found = (
+            stored_derivatives(*given)
+            if closure is None
+            else closure_derivatives(closure, *given)
+        )
         warn_unless_averaged(params, self.process_group)
         factor = (-1.0 if head["maximize"] else 1.0) / scale
         gradient, pairs = used_derivatives(params, probe, found, factor, self.process_group)
