@@ -4,7 +4,7 @@
 __all__ = ['VARIANTS', 'autoencoder_init', 'autoencoder_loss', 'Case', 'make_case', 'make_steps', 'make_parts', 'time_in_turn',
            'summary', 'machine', 'record']
 
-# %% ../../nbs/experiments/08_wall_time.ipynb #d05ad0c0
+# %% ../../nbs/experiments/08_wall_time.ipynb #567a4991
 import json
 import platform
 import statistics
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, conv_transpose2d, mse_loss
 
+from ..blocks import MAX_DENSE
 from ..derivatives import closure_derivatives, draw_probes
 from .methods import make_optimizer
 from .sequences import PROBLEMS
@@ -57,7 +58,7 @@ def autoencoder_loss(thetas: Sequence[Tensor], images: Tensor) -> Tensor:
         x = x.tanh() if i < len(thetas) - 1 else x
     return mse_loss(x, images)
 
-# %% ../../nbs/experiments/08_wall_time.ipynb #345780d6
+# %% ../../nbs/experiments/08_wall_time.ipynb #9e65b819
 class Case(NamedTuple):
     """What is timed.
 
@@ -70,6 +71,15 @@ class Case(NamedTuple):
     params: list[Tensor]
     loss: Callable[[], Tensor]
     batch: int
+
+    @property
+    def size(self) -> int:
+        """The number of parameters."""
+        return sum(p.numel() for p in self.params)
+
+    def takes(self, method: str) -> bool:
+        """Return whether a method can be used here; "dense" has the limit `psgd_lit.blocks.MAX_DENSE`."""
+        return method != "dense" or self.size <= MAX_DENSE
 
 # %% ../../nbs/experiments/08_wall_time.ipynb #a7d6116d
 def make_case(name: str, batch: int = 0) -> Case:
@@ -91,7 +101,7 @@ def make_case(name: str, batch: int = 0) -> Case:
     params, data = problem.init(source), problem.sample(batch or problem.batch, source)
     return Case(params, lambda: problem.loss(params, data), len(data.target))
 
-# %% ../../nbs/experiments/08_wall_time.ipynb #414392b0
+# %% ../../nbs/experiments/08_wall_time.ipynb #fe7fe245
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("sgd", {}),
     "rmsprop": ("rmsprop", {}),
@@ -100,20 +110,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "scan": ("scan", {}),
     "kron": ("kron", {}),
     "splu": ("splu", {}),
+    "dense": ("dense", {}),
     "kron, approx": ("kron", {"hvp": "approx"}),
     "kron, skipped": ("kron", {"update_every": 10**9}),
 }
 
 
 def make_steps(name: str, batch: int = 0) -> dict[str, Callable[[], Any]]:
-    """Return a step for each of `VARIANTS`, by name, each with a fresh case of its own; it returns the loss."""
+    """Return a step for each of `VARIANTS` that the case takes, by name; each has a fresh case, and returns the loss."""
+    takes = make_case(name, batch).takes
 
     def bind(method: str, options: dict[str, Any]) -> Callable[[], Any]:
         case = make_case(name, batch)
         optimizer: Any = make_optimizer(method, case.params, 1e-3, 1.0, **options)
         return lambda: optimizer.step(case.loss)
 
-    return {variant: bind(*made) for variant, made in VARIANTS.items()}
+    return {variant: bind(*made) for variant, made in VARIANTS.items() if takes(made[0])}
 
 # %% ../../nbs/experiments/08_wall_time.ipynb #49dc8233
 def make_parts(name: str, method: str, batch: int = 0) -> dict[str, Callable[[], Any]]:
@@ -195,7 +207,7 @@ def machine() -> dict[str, Any]:
         "torch": str(torch.__version__),
     }
 
-# %% ../../nbs/experiments/08_wall_time.ipynb #24adea89
+# %% ../../nbs/experiments/08_wall_time.ipynb #360adf1d
 def record(path: Path | str, rounds: Mapping[str, int], batch: int = 0) -> dict[str, Any]:
     """Time all steps, and the parts of each form, and write what was found.
 
@@ -207,16 +219,15 @@ def record(path: Path | str, rounds: Mapping[str, int], batch: int = 0) -> dict[
     found: dict[str, Any] = machine() | {"cases": {}}
     for name, count in rounds.items():
         case = make_case(name, batch)
-        size = sum(p.numel() for p in case.params)
-        forms = ("equilibration", "scan", "kron", "splu")
         found["cases"][name] = {
-            "parameters": size,
+            "parameters": case.size,
             "batch": case.batch,
             "rounds": count,
             "steps": summary(time_in_turn(make_steps(name, batch), count), "sgd"),
             "parts": {
                 form: summary(time_in_turn(make_parts(name, form, batch), count), "gradient")
-                for form in forms
+                for form in ("equilibration", "scan", "kron", "splu", "dense")
+                if case.takes(form)
             },
         }
     Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
