@@ -109,17 +109,32 @@ class Combinator(Group):
         seen = self._seen(Q, a, b)
         return tuple(p.slope(q, a_i, b_i) for p, q, a_i, b_i in seen)  # eq-part-slope
 
-    def descent(self, E: State, lr: float | Tensor, batch_dims: int) -> State:
-        """Return the descent of each part, each with a maximum of its own."""
-        return tuple(p.descent(e, lr, batch_dims) for p, e in zip(self.parts, E, strict=True))
+    @property
+    def maxima(self) -> int:
+        """How many maxima divide the slopes of a step: those of all parts."""
+        return sum(p.maxima for p in self.parts)
+
+    def _least(self, least: Tensor) -> Sequence[Tensor]:
+        return torch.split(least, [p.maxima for p in self.parts], -1)
+
+    def descent(self, E: State, lr: float | Tensor, least: Tensor) -> tuple[State, Tensor]:
+        """Return the descent of each part, each with maxima of its own."""
+        each = zip(self.parts, E, self._least(least), strict=True)
+        moves, maxima = zip(*(p.descent(e, lr, m) for p, e, m in each), strict=True)
+        return moves, torch.cat(maxima, -1)
 
     def move(self, Q: State, E: State) -> State:
         """Return `(I + E_i) Q_i` for each part."""
         return tuple(p.move(q, e) for p, q, e in zip(self.parts, Q, E, strict=True))
 
-    def relative_step(self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor) -> State:
-        """Return the parts, each after its own step, which may be a quick one."""
-        return tuple(p.relative_step(q, a_i, b_i, lr) for p, q, a_i, b_i in self._seen(Q, a, b))
+    def relative_step(
+        self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor, least: Tensor
+    ) -> tuple[State, Tensor]:
+        """Return the parts, each after its own step, which may be a quick one, and their maxima."""
+        each = zip(self._seen(Q, a, b), self._least(least), strict=True)
+        steps = (p.relative_step(q, a_i, b_i, lr, m) for (p, q, a_i, b_i), m in each)
+        states, maxima = zip(*steps, strict=True)
+        return states, torch.cat(maxima, -1)
 
     def balance(self, Q: State, live: Tensor) -> State:
         """Return Q with each part balanced."""

@@ -111,9 +111,9 @@ def running_rms(rms: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 class Equilibration(Diagonal):
     """Diagonal matrices learned in closed form, `P = diag(sqrt(E[v v] / E[h h]))`: equilibrated SGD.
 
-    `update` takes running means and no step on the group. So it is exempt from the tests of a step: its derivative,
-    descent on its own pair, and a bound on the change of Q. What is given only `a = Q h` and `b = Q^-T v`, as the
-    factors of a combinator are, takes the group step of `Diagonal`.
+    `update` takes running means and no step on the group, so it has no peaks and is exempt from the tests of a step:
+    its derivative, descent on its own pair, and a bound on the change of Q. What is given only `a = Q h` and
+    `b = Q^-T v`, as the factors of a combinator are, takes the group step of `Diagonal`.
 
     State: `(rms_v, rms_h, count)`, each `(*batch, n)`: root mean squares, and the number of updates that an entry
     has learned from. P is `rms_v / rms_h`, held between the smallest normal and the largest number of its dtype.
@@ -152,17 +152,22 @@ class Equilibration(Diagonal):
         rms_v, rms_h, count = Q
         return (d * rms_v, rms_h / d, count)
 
-    def update(self, Q: State, v: Tensor, h: Tensor, lr: float | Tensor) -> State:
+    def update_with_peaks(
+        self, Q: State, peaks: Tensor, v: Tensor, h: Tensor, lr: float | Tensor, decay: float
+    ) -> tuple[State, Tensor]:
         """Let k pairs of a probe `v` and its product `h`, each `(*batch, n, k)`, enter the means.
 
         Args:
             Q: the state.
+            peaks: what a group step would divide by; means divide by nothing, and return it as it is.
             v: probes.
             h: their Hessian-vector products; an entry whose h is exactly zero in all columns keeps its bits.
             lr: the smallest weight of a new pair, in (0, 1); a tensor may hold one for each member.
+            decay: of the peaks, unused.
 
         Returns:
-            The new state. Members that hold a value that is not finite, or whose h is zero, keep their bits.
+            The new state and the peaks. Members that hold a value that is not finite, or whose h is zero, keep their
+            bits.
 
         Raises:
             ValueError: if a number `lr` is outside (0, 1).
@@ -176,4 +181,5 @@ class Equilibration(Diagonal):
         )  # eq-running-weight
         met = torch.where(h == 0, 0.0, v)
         after = (running_rms(rms_v, met, weight), running_rms(rms_h, h, weight), count + 1)
-        return tuple(torch.where(learns, new, old) for new, old in zip(after, Q, strict=True))
+        kept = zip(after, Q, strict=True)
+        return tuple(torch.where(learns, new, old) for new, old in kept), peaks

@@ -86,17 +86,21 @@ class SparseLU(Group):
         E_U = bordered_difference(h, Ph, Pinv_v, v, self.rank)
         return (self.half.slope(Q[0], a, b), E_U)  # eq-splu-slopes
 
-    def descent(self, E: State, lr: float | Tensor, batch_dims: int) -> State:
+    @property
+    def maxima(self) -> int:
+        """How many maxima divide the slopes of a step: one for L and one for U."""
+        return 2
+
+    def descent(self, E: State, lr: float | Tensor, least: Tensor) -> tuple[State, Tensor]:
         """Return the descents of L and of U^T, each with a maximum of its own; one that overflows is zero."""
-        steps = [self.half.descent(e, lr, batch_dims) for e in E]
-        finite = [largest_entry(e, batch_dims).isfinite() for e in E]
-        return tuple(
-            (
-                torch.where(f[..., None, None], columns, 0.0),
-                torch.where(f[..., None], rest, 0.0),
-            )
+        each = zip(E, least.split(1, -1), strict=True)
+        steps, maxima = zip(*(self.half.descent(e, lr, m) for e, m in each), strict=True)
+        finite = [m.isfinite() for m in maxima]
+        moves = tuple(
+            (torch.where(f[..., None], columns, 0.0), torch.where(f, rest, 0.0))
             for f, (columns, rest) in zip(finite, steps, strict=True)
         )
+        return moves, torch.cat(maxima, -1)
 
     def move(self, Q: State, E: State) -> State:
         """Return `(I + E_L) L` and `U (I + E_U)`."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .protocol import Group, State, largest_entry
+from .protocol import Group, State, largest_entry, step_rate
 
 # %% ../../nbs/groups/02_triangular.ipynb #5dbf4dae
 def triangular_slope(a: Tensor, b: Tensor) -> Tensor:
@@ -123,17 +123,21 @@ class Triangular(Group):
         """Return `(I + E) Q`."""
         return (Q[0] + E[0].triu() @ Q[0],)
 
-    def relative_step(self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor) -> State:
+    def relative_step(
+        self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor, least: Tensor
+    ) -> tuple[State, Tensor]:
         """Return the protocol's step, in O(n^2 k) operations where the k columns are few."""
         n, k = a.shape[-2:]
         if n < 4 * k:
-            return super().relative_step(Q, a, b, lr)
+            return super().relative_step(Q, a, b, lr, least)
         u, w = (
             torch.cat([a + b, a - b], -1) / 2,
             torch.cat([a - b, a + b], -1),
         )  # eq-sum-difference
-        rate = -lr / (largest_product_entry(u, w) + torch.finfo(u.dtype).tiny)  # eq-step
-        return (add_triangular_product(Q[0], rate[..., None, None] * u, w),)
+        largest = largest_product_entry(u, w)
+        rate = step_rate(lr, largest, least[..., 0])
+        moved = add_triangular_product(Q[0], rate[..., None, None] * u, w)
+        return (moved,), largest[..., None]
 
     def scale(self, Q: State, c: Tensor) -> State:
         """Return `c Q`."""
