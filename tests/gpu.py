@@ -130,9 +130,14 @@ def triangular_steps(device: str, sizes: list[int], repeats: int) -> dict[str, d
         Q = group.init(n, device=device)
         source = torch.Generator(device).manual_seed(0)
         a, b = torch.randn(2, n, 1, device=device, generator=source)
+        none = torch.zeros(1, device=device)
         times[str(n)] = {
-            "running sum": seconds(lambda Q=Q, a=a, b=b: group.relative_step(Q, a, b, 0.01), device, repeats),
-            "plain": seconds(lambda Q=Q, a=a, b=b: Group.relative_step(group, Q, a, b, 0.01), device, repeats),
+            "running sum": seconds(
+                lambda Q=Q, a=a, b=b, none=none: group.relative_step(Q, a, b, 0.01, none), device, repeats
+            ),
+            "plain": seconds(
+                lambda Q=Q, a=a, b=b, none=none: Group.relative_step(group, Q, a, b, 0.01, none), device, repeats
+            ),
         }
     return times
 

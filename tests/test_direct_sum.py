@@ -116,7 +116,10 @@ def test_quick_paths_equal_the_protocols_step(case, batch, k, seed):
     group, shape = case
     Q = learned(group, shape, batch, seed)
     a, b = normal(2, *batch, group.size(Q), k, seed=seed)
-    quick, plain = group.relative_step(Q, a, b, 0.1), Group.relative_step(group, Q, a, b, 0.1)
+    none = torch.zeros(*batch, group.maxima, dtype=a.dtype)
+    quick, largest = group.relative_step(Q, a, b, 0.1, none)
+    plain, maxima = Group.relative_step(group, Q, a, b, 0.1, none)
+    torch.testing.assert_close(largest, maxima, rtol=1e-9, atol=1e-11)
     for x, y in zip(leaves(quick), leaves(plain), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
 
@@ -152,7 +155,7 @@ def test_zero_and_bad_pairs_leave_every_bit(case, bad, seed):
     v, h = normal(2, 2, group.size(Q), 1, seed=seed + 50)
     h[1, -1] = bad
     if bad == 0:
-        h[1] = 0
+        v[1] = h[1] = 0
     after = group.update(Q, v, h, lr=0.1)
     assert same_bits(map_leaves(lambda leaf: leaf[1], Q), map_leaves(lambda leaf: leaf[1], after))
     assert not torch.equal(group.matrix(Q)[0], group.matrix(after)[0])

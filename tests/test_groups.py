@@ -38,7 +38,7 @@ from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.direct_sum import DirectSum
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.normalization import Normalization
-from psgd_lit.groups.protocol import Group, State
+from psgd_lit.groups.protocol import Group, State, largest_entry
 from psgd_lit.groups.sparse_lu import SparseLU
 from psgd_lit.groups.triangular import Triangular
 
@@ -219,7 +219,7 @@ def test_descent(family, data, seed):
             rate -= 2 * entries.square().sum() / entries.abs().max()
 
     def value(lr: float) -> Tensor:
-        return pair_criterion(group.matrix(group.relative_step(Q, a, b, lr)), v, h)
+        return pair_criterion(group.matrix(group.relative_step(Q, a, b, lr, torch.zeros(group.maxima))[0]), v, h)
 
     small = 1e-6
     measured = (value(small) - value(-small)) / (2 * small)
@@ -247,17 +247,17 @@ def test_a_step_of_a_tenth_may_climb_in_many_dimensions():
 
 @EVERY_FAMILY
 @few
-@given(data=st.data(), lr=STEPS, exponent=st.integers(-20, 15), seed=SEEDS)
-def test_diagonals_stay_positive_and_finite(family, data, lr, exponent, seed):
+@given(data=st.data(), lr=STEPS, decay=st.sampled_from([0.0, 0.99]), exponent=st.integers(-20, 15), seed=SEEDS)
+def test_diagonals_stay_positive_and_finite(family, data, lr, decay, exponent, seed):
     """For every step size in (0, 1) and gradients of any scale, in float32.
 
     Steps nearer to 1 than the spacing of float32 are 1, and no test; at 0.9999 a few steps don't underflow.
     """
     group, shape = data.draw(family(smallest=1, largest=7))
-    Q = group.init(shape, batch=(8,))
+    Q, peaks = group.init(shape, batch=(8,)), torch.zeros(8, group.maxima)
     v, h = normal(2, 20, 8, group.size(Q), 1, seed=seed, dtype=torch.float32)
     for probe, product in zip(v, h * 10.0**exponent, strict=True):
-        Q = group.update(Q, probe, product, lr)
+        Q, peaks = group.update_with_peaks(Q, peaks, probe, product, lr, decay)
         for diagonal in diagonals(group, Q):
             assert (diagonal > 0).all()
             assert diagonal.isfinite().all()
@@ -420,7 +420,7 @@ def test_zero_and_bad_pairs_leave_every_bit(family, data, bad, seed, dtype):
     v, h = normal(2, 2, group.size(Q), 1, seed=seed + 50, dtype=dtype)
     h[1, -1] = bad
     if bad == 0:
-        h[1] = 0
+        v[1] = h[1] = 0
     after = group.update(Q, v, h, lr=0.1)
     assert same_bits(map_leaves(lambda leaf: leaf[1], Q), map_leaves(lambda leaf: leaf[1], after))
     assert not torch.equal(group.matrix(Q)[0], group.matrix(after)[0])
@@ -429,15 +429,40 @@ def test_zero_and_bad_pairs_leave_every_bit(family, data, bad, seed, dtype):
 @EVERY_FAMILY
 @few
 @given(data=st.data(), seed=SEEDS)
-def test_where_h_is_zero_the_probe_is_zero(family, data, seed):
-    """No curvature met, nothing learned."""
-    group, shape = data.draw(family(smallest=1))
+def test_peaks_divide_the_slopes_and_nothing_else(family, data, seed):
+    """With peaks above all maxima each slope is divided by its own peak; with none each by its own maximum."""
+    group, shape = data.draw(family(smallest=1, largest=7))
     Q = learned(group, shape, seed=seed)
-    v, h = normal(2, group.size(Q), 2, seed=seed + 50)
-    h[::2, 0] = 0
-    masked = torch.where(h == 0, 0.0, v)
-    a, b = group.apply(Q, h), group.solve_t(Q, masked)
-    assert same_bits(group.update(Q, v, h, lr=0.1), group.step(Q, a, b, lr=0.1))
+    v, h = normal(2, group.size(Q), 1, seed=seed + 50)
+    a, b = group.apply(Q, h), group.solve_t(Q, v)
+    slopes = moves(group, group.slope(Q, a, b))
+    own = torch.stack([largest_entry(slope, 0) for slope in slopes])
+    least = own * torch.linspace(2, 3, len(own), dtype=own.dtype)
+    for divisor, peaks in ((own, 0 * own), (least, least.sqrt())):
+        steps, maxima = group.descent(group.slope(Q, a, b), 0.1, peaks.square())
+        torch.testing.assert_close(maxima, own)
+        for step, slope, d in zip(moves(group, steps), slopes, divisor, strict=True):
+            expected = [-0.1 * e / d if d else e for e in leaves(slope)]
+            torch.testing.assert_close(leaves(step), expected)
+        after, _ = group.step_with_peaks(Q, peaks, a, b, 0.1, decay=1.0)
+        torch.testing.assert_close(group.matrix(after), group.matrix(group.move(Q, steps)))
+
+
+@EVERY_FAMILY
+@few
+@given(data=st.data(), exponent=st.integers(-60, 60), decay=st.sampled_from([0.0, 0.5, 0.99, 1.0]), seed=SEEDS)
+def test_peaks_have_the_unit_of_a_and_b(family, data, exponent, decay, seed):
+    """Pairs in other units, by a power of two, and the peaks with them: the same Q, bit for bit."""
+    group, shape = data.draw(family(smallest=1, largest=7))
+    Q = learned(group, shape, seed=seed, dtype=torch.float32)
+    a, b = normal(2, group.size(Q), 1, seed=seed, dtype=torch.float32)
+    peaks, unit = normal(group.maxima, seed=seed, dtype=torch.float32).abs(), 2.0**exponent
+    one, after = group.step_with_peaks(Q, peaks, a, b, 0.1, decay)
+    other, scaled = group.step_with_peaks(Q, peaks * unit, a * unit, b * unit, 0.1, decay)
+    assert same_bits(one, other)
+    assert torch.equal(after * unit, scaled)
+    assert (after <= 10 * decay**0.5 * peaks).all() or decay == 0
+    assert (after >= decay**0.5 * peaks).all()
 
 
 @EVERY_FAMILY
@@ -579,6 +604,7 @@ def test_quick_triangular_step_equals_the_protocols(n, k, batch, seed):
     group = Triangular()
     Q = learned(group, n, batch, seed)
     a, b = normal(2, *batch, n, k, seed=seed)
-    quick = group.relative_step(Q, a, b, 0.1)
-    plain = Group.relative_step(group, Q, a, b, 0.1)
-    torch.testing.assert_close(quick, plain, rtol=1e-10, atol=1e-12)
+    none = torch.zeros(*batch, 1, dtype=a.dtype)
+    quick, largest = group.relative_step(Q, a, b, 0.1, none)
+    plain, maxima = Group.relative_step(group, Q, a, b, 0.1, none)
+    torch.testing.assert_close((quick, largest), (plain, maxima), rtol=1e-10, atol=1e-12)

@@ -30,7 +30,7 @@ def one_for_each(parts: Sequence[Group], shape: Any) -> list[tuple[Group, Any]]:
         )
     return list(zip(parts, shape, strict=True))
 
-# %% ../../nbs/groups/04_combinator.ipynb #68c288f3
+# %% ../../nbs/groups/04_combinator.ipynb #abc5220d
 @dataclass(frozen=True, init=False, repr=False)
 class Combinator(Group):
     """Matrices that are built from one matrix of each of several groups, the parts.

@@ -34,7 +34,7 @@ def power_below(x: Tensor) -> Tensor:
     """Return the largest power of two that is not above x, for positive finite x."""
     return x / (2 * torch.frexp(x).mantissa)
 
-# %% ../../nbs/groups/01_lie.ipynb #0d661ef0
+# %% ../../nbs/groups/01_lie.ipynb #507d2c06
 def safe_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scale a pair so that it can be squared, and turn a pair that is not finite into the zero pair.
 
@@ -66,12 +66,12 @@ def check_step_size(lr: float | Tensor) -> None:
     if not isinstance(lr, Tensor) and not 0 < lr < 1:
         raise ValueError(f"the step size of a preconditioner lies in (0, 1), and {lr} does not")
 
-# %% ../../nbs/groups/01_lie.ipynb #new1786296
+# %% ../../nbs/groups/01_lie.ipynb #9e480518
 def step_rate(lr: float | Tensor, largest: Tensor, least: Tensor) -> Tensor:
     """Return `-lr / max(largest, least)`, of the shape of both; a slope of zeros stays one."""
     return -lr / (largest.maximum(least) + torch.finfo(largest.dtype).tiny)  # eq-step
 
-# %% ../../nbs/groups/01_lie.ipynb #d7c0a382
+# %% ../../nbs/groups/01_lie.ipynb #f5b825d6
 class Group(ABC):
     """Matrices Q that keep their form when they are moved, with the means to learn P = Q^T Q on them.
 

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['BLOCK', 'triangular_slope', 'add_triangular_product', 'largest_product_entry', 'Triangular']
 
-# %% ../../nbs/groups/02_triangular.ipynb #901b6d18
+# %% ../../nbs/groups/02_triangular.ipynb #22deb53b
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ def largest_product_entry(u: Tensor, w: Tensor) -> Tensor:
     ]
     return torch.stack(maxima).amax(0)
 
-# %% ../../nbs/groups/02_triangular.ipynb #ada585ef
+# %% ../../nbs/groups/02_triangular.ipynb #22fa288c
 @dataclass(frozen=True)
 class Triangular(Group):
     """Upper triangular matrices with a positive diagonal: every dense P has one such factor.
