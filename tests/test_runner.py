@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from psgd_lit.experiments import runner
 from psgd_lit.experiments.__main__ import main, planned
-from psgd_lit.experiments.methods import METHODS, SGD, Step, make_optimizer
+from psgd_lit.experiments.methods import METHODS, PAPER, SGD, Step, make_optimizer
 from psgd_lit.experiments.runner import (
     ExperimentError,
     Result,
@@ -113,9 +113,17 @@ def test_resume_is_bit_equal(method: str) -> None:
         assert is_same(rest, trained(run, 30))
 
 
-@pytest.mark.parametrize("options", [{"hvp": "approx"}, {"update_every": "log10"}, {"update_every": 5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hvp": "approx"},
+        {"update_every": "log10"},
+        {"update_every": 5},
+        {"settings": {"batch": 3, "momentum": 0.9, "max_norm": math.inf}},
+    ],
+)
 def test_resume_with_options(options: dict[str, Any]) -> None:
-    """Approximate products and skipped updates continue as well."""
+    """Approximate products, skipped updates and settings continue as well."""
     run = Run("addition_rnn", "kron", steps=30, length=6, **options)
     rest = Training(run)
     unpack(rest, pack(trained(run, 11)))
@@ -278,6 +286,15 @@ def test_missing_checkpoint(store: Store, capsys: pytest.CaptureFixture[str]) ->
         ("run xor_rnn --method kron --seed -1", "seeds from 0"),
         ("run xor_rnn --method kron --steps -5", "steps are at least 1"),
         ("run xor_rnn --method kron --device nowhere", "nowhere"),
+        ("run xor_rnn --method kron --set momentum=2", "momentum must be"),
+        ("run xor_rnn --method kron --set damping_kind=odd", "damping_kind must be one of"),
+        ("run xor_rnn --method sgd --set lr=0", "lr must be above 0"),
+        ("run xor_rnn --method sgd --set batch=1.5", "batch must be a whole number, not '1.5'"),
+        ("run xor_rnn --method sgd --set momentum=0.9", "sgd has no setting 'momentum'; it has batch, lr, max_norm"),
+        ("run xor_rnn --method adam --set max_norm=1", "adam has no setting 'max_norm'; it has batch, beta1"),
+        ("run xor_rnn --method kron --set seed=1", "kron has no setting 'seed'"),
+        ("run xor_rnn --method kron --set lr=1 --set lr=2", "once a name"),
+        ("run xor_rnn --method kron --set lr", "say NAME=VALUE"),
         ("compare xor", "unknown problem 'xor'"),
     ],
 )
@@ -337,6 +354,59 @@ def test_committed_results() -> None:
         assert steps == sorted(set(steps))
         assert not steps or steps[-1] <= result.steps_done
         assert (result.state == "finished") == (result.steps_done == result.run.steps and result.solved_at is None)
+
+
+def test_results_are_byte_stable() -> None:
+    """Reading a result and writing it again changes nothing, whether or not it has settings of its own."""
+    for path in (ROOT / "nbs" / "results").glob("*-s*.json"):
+        assert load_result(path).to_json() == path.read_text(encoding="utf-8")
+
+
+# Settings --------------------------------------------------------------------------------------------------------
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "batch": st.integers(1, 5),
+        "lr": st.floats(1e-6, 1e-2),
+        "max_norm": st.floats(1e-3, 1e3) | st.just(math.inf),
+        "momentum": st.floats(0, 0.99),
+        "lr_preconditioner": st.floats(1e-3, 0.5),
+        "damping_kind": st.sampled_from(["nonconvex", "traditional"]),
+    },
+)
+
+
+@given(SETTINGS)
+def test_settings_survive_a_file(settings: dict[str, Any]) -> None:
+    """A run and what it is described by are one, and its name is one that any file system takes."""
+    run = replace(SHORT, settings=settings)
+    assert Run(**json.loads(json.dumps(run.description))) == run
+    assert hash(run) == hash(SHORT)
+    assert run.name == Run(**run.description).name
+    assert not set(run.name) - set("abcdefghijklmnopqrstuvwxyzT0123456789_.+-")
+
+
+def test_settings_reach_the_training(store: Store) -> None:
+    """They override problem and method, stand in name and result, and tell two runs apart."""
+    line = "run addition_rnn --method kron --length 6 --steps 20 --set lr=0.05 --set momentum=0.5 --set batch=4"
+    assert main(command(store, line)) == 0
+    assert main(command(store, line.replace("0.05", "5e-2"))) == 1
+    assert main(command(store, line.replace("0.05", "0.04"))) == 0
+    first, second = load_results(store.results)
+    assert first.run.name == "addition_rnn-T6-kron-batch4-lr0.04-momentum0.5-s0"
+    group = store.restore(second.run).optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["max_norm"]) == (0.05, 0.5, 1.0)
+    assert {"lr": 0.05, "momentum": 0.5, "batch": 4, "max_norm": 1.0}.items() <= second.settings.items()
+    assert first.train_loss != second.train_loss
+
+
+def test_one_value_has_one_name() -> None:
+    """However a setting is written, the run is the same; and the paper's own settings are the default."""
+    texts = [{"lr": lr, "batch": batch} for lr, batch in ((1, 64), (1.0, 64.0), ("1e0", "64"))]
+    assert len({replace(SHORT, settings=text).name for text in texts}) == 1
+    told = Training(replace(SHORT, settings=dict(PAPER)))
+    assert is_same(trained(SHORT, 5), trained(told.run, 5))
 
 
 @given(st.lists(st.integers(), max_size=40), st.integers(2, 20))

@@ -5,7 +5,7 @@ __all__ = ['RECORD_EVERY', 'TEST_SAMPLES', 'FINAL_SAMPLES', 'CONFIRMATIONS', 'Cu
            'environment', 'Training', 'pack', 'unpack', 'thin', 'Result', 'result_of', 'write_atomically',
            'load_result', 'load_results', 'Store', 'stop_signals', 'progress_bar', 'train']
 
-# %% ../../nbs/experiments/04_runner.ipynb #61a75364
+# %% ../../nbs/experiments/04_runner.ipynb #ad1e5766
 import contextlib
 import inspect
 import json
@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
@@ -26,10 +26,16 @@ from typing import Any
 
 import torch
 
-from .methods import METHODS, make_optimizer, step_size
+from psgd_lit.experiments.methods import (
+    METHODS,
+    as_text,
+    checked_settings,
+    make_optimizer,
+    step_size,
+)
 from .sequences import PROBLEMS
 
-# %% ../../nbs/experiments/04_runner.ipynb #8865277b
+# %% ../../nbs/experiments/04_runner.ipynb #0b7ddb93
 class ExperimentError(Exception):
     """Something that the user can put right: an unknown name, a damaged file, a full disk."""
 
@@ -47,6 +53,7 @@ class Run:
         hvp: "exact", "approx" or "forward", for methods that want Hessian-vector products.
         update_every: how often a preconditioner learns; a number or "log10".
         device: where.
+        settings: what is otherwise than the problem and the method want it: "batch", or a setting of the method.
 
     Raises:
         ExperimentError: if a name is unknown or a number is out of range.
@@ -60,12 +67,12 @@ class Run:
     hvp: str = "exact"
     update_every: int | str = 1
     device: str = "cpu"
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for field, known in (("problem", PROBLEMS), ("method", METHODS)):
-            if getattr(self, field) not in known:
-                name = getattr(self, field)
-                raise ExperimentError(f"unknown {field} {name!r}; there are {', '.join(known)}")
+        for what, known in (("problem", PROBLEMS), ("method", METHODS)):
+            if (name := getattr(self, what)) not in known:
+                raise ExperimentError(f"unknown {what} {name!r}; there are {', '.join(known)}")
         usual = PROBLEMS[self.problem]
         object.__setattr__(self, "steps", self.steps or usual.steps)
         object.__setattr__(self, "length", self.length or usual.length)
@@ -73,6 +80,11 @@ class Run:
             raise ExperimentError(
                 "steps are at least 1, lengths at least 4, and seeds from 0 to 2^31 - 3"
             )
+        try:
+            settings = checked_settings(self.method, self.settings)
+        except ValueError as error:
+            raise ExperimentError(str(error)) from error
+        object.__setattr__(self, "settings", settings)
 
     @property
     def variant(self) -> str:
@@ -80,12 +92,20 @@ class Run:
         hvp = "" if self.hvp == "exact" else self.hvp
         every = "" if self.update_every == 1 else f"k{self.update_every}"
         device = "" if self.device == "cpu" else self.device.replace(":", "")
-        return "-".join(filter(None, [self.method, hvp, every, device]))
+        changes = [f"{name}{as_text(value)}" for name, value in self.settings.items()]
+        return "-".join(filter(None, [self.method, hvp, every, *changes, device]))
 
     @property
     def name(self) -> str:
         """The name of its files, made of everything but the number of steps."""
         return f"{self.problem}-T{self.length}-{self.variant}-s{self.seed}"
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What files say of it, in text and whole numbers; settings only where there are some."""
+        fields = asdict(self)
+        fields["settings"] = {name: as_text(value) for name, value in self.settings.items()}
+        return {name: value for name, value in fields.items() if value != {}}
 
 # %% ../../nbs/experiments/04_runner.ipynb #d3799514
 RECORD_EVERY = 100  # steps, as in the author's program
@@ -132,7 +152,7 @@ def environment(device: str) -> dict[str, Any]:
         "commit": commit,
     }
 
-# %% ../../nbs/experiments/04_runner.ipynb #c3e33599
+# %% ../../nbs/experiments/04_runner.ipynb #19a883f3
 class Training:
     """A run in progress.
 
@@ -140,6 +160,8 @@ class Training:
         run: its description.
         problem: what is trained.
         params: the parameters.
+        settings: of the optimizer, "lr" and "max_norm" among them.
+        batch: how many samples a step sees.
         optimizer: the method.
         t: steps made.
         smoothed: the running mean of the training loss.
@@ -154,17 +176,22 @@ class Training:
         try:
             self.source = torch.Generator(run.device).manual_seed(run.seed)
             self.params = self.problem.init(self.source)
-            self.step_size = step_size(run.problem, run.method)
+            usual: dict[str, Any] = {"batch": self.problem.batch} | step_size(
+                run.problem, run.method
+            )._asdict()
+            self.settings = usual | dict(run.settings)
+            self.batch = self.settings.pop("batch")
             options: dict[str, Any] = {
                 "hvp": run.hvp,
                 "update_every": run.update_every,
                 "seed": run.seed,
             }
             self.optimizer: Any = make_optimizer(
-                run.method, self.params, *self.step_size, **options
+                run.method, self.params, **self.settings, **options
             )
         except (
             ValueError,
+            TypeError,
             RuntimeError,
         ) as error:  # a setting that does not fit, a device that is not there
             raise ExperimentError(str(error)) from error
@@ -180,7 +207,7 @@ class Training:
 
     def step(self) -> None:
         """Make a step, and a record when one is due."""
-        data = self.problem.sample(self.problem.batch, self.source)
+        data = self.problem.sample(self.batch, self.source)
         start = time.perf_counter()
         loss = self.optimizer.step(lambda: self.problem.loss(self.params, data)).item()
         self.times.append(time.perf_counter() - start)
@@ -205,11 +232,11 @@ class Training:
         else:
             self.state = "finished" if self.t >= self.run.steps else "running"
 
-# %% ../../nbs/experiments/04_runner.ipynb #a95b41f6
+# %% ../../nbs/experiments/04_runner.ipynb #6000b3d8
 def pack(training: Training) -> bytes:
     """Return the state of a training as the bytes of a file."""
     state = {
-        "run": asdict(training.run),
+        "run": training.run.description,
         "params": [p.detach() for p in training.params],
         "optimizer": training.optimizer.state_dict(),
         "source": training.source.get_state(),
@@ -223,7 +250,7 @@ def pack(training: Training) -> bytes:
     torch.save(state, buffer)
     return buffer.getvalue()
 
-# %% ../../nbs/experiments/04_runner.ipynb #0b5e932f
+# %% ../../nbs/experiments/04_runner.ipynb #b9031c41
 def unpack(training: Training, packed: bytes) -> None:
     """Put a training in the state that was packed.
 
@@ -232,7 +259,7 @@ def unpack(training: Training, packed: bytes) -> None:
     """
     try:
         state = torch.load(BytesIO(packed), map_location="cpu", weights_only=True)
-        if state["run"] | {"steps": training.run.steps} != asdict(training.run):
+        if state["run"] | {"steps": training.run.steps} != training.run.description:
             raise ValueError(f"it is of another run, {state['run']}")
         training.optimizer.load_state_dict(state["optimizer"])
         training.source.set_state(state["source"])
@@ -265,14 +292,14 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
 
-# %% ../../nbs/experiments/04_runner.ipynb #b3c9cb69
+# %% ../../nbs/experiments/04_runner.ipynb #b8414c19
 @dataclass(frozen=True)
 class Result:
     """What is known of a run.
 
     Attributes:
         run: its description.
-        settings: lr, max_norm, batch, parameters, solved_below and record_every.
+        settings: lr, max_norm, what else was set, batch, parameters, solved_below and record_every.
         state: "running", "finished", "solved" or "diverged".
         steps_done: how many steps were made.
         solved_at: the step that solved it, or None.
@@ -305,8 +332,8 @@ class Result:
 
     def to_json(self) -> str:
         """Return it as the text of a file."""
-        items = asdict(self).items()
-        rows = [f"{json.dumps(key)}: {json.dumps(_rounded(value))}" for key, value in items]
+        items = asdict(self) | {"run": self.run.description}
+        rows = [f"{json.dumps(k)}: {json.dumps(_rounded(value))}" for k, value in items.items()]
         return "{\n" + ",\n".join(rows) + "\n}\n"
 
     @classmethod
@@ -315,7 +342,7 @@ class Result:
         fields = json.loads(text)
         return cls(**fields | {"run": Run(**fields["run"])})
 
-# %% ../../nbs/experiments/04_runner.ipynb #221b4a5d
+# %% ../../nbs/experiments/04_runner.ipynb #e44409ca
 def result_of(training: Training) -> Result:
     """Return what is known of a training now; one that is over is tested on `FINAL_SAMPLES`."""
     problem, curve, is_over = training.problem, training.curve, training.state != "running"
@@ -326,8 +353,8 @@ def result_of(training: Training) -> Result:
     ms = sorted(1000 * seconds for seconds in training.times)
     return Result(
         run=training.run,
-        settings=training.step_size._asdict()
-        | {"batch": problem.batch, "parameters": sum(p.numel() for p in training.params)}
+        settings=training.settings
+        | {"batch": training.batch, "parameters": sum(p.numel() for p in training.params)}
         | {"solved_below": problem.solved, "record_every": RECORD_EVERY},
         state=training.state,
         steps_done=training.t,
