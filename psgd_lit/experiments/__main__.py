@@ -4,7 +4,7 @@
 __all__ = ['Row', 'planned', 'row_of', 'by_row', 'table', 'provenance', 'comparison', 'pace_of', 'progress', 'list_all', 'run_of',
            'run_one', 'compare', 'report', 'parser', 'main']
 
-# %% ../../nbs/experiments/04_plan.ipynb #5575a695
+# %% ../../nbs/experiments/04_plan.ipynb #bf35686b
 import argparse
 import statistics
 import sys
@@ -12,16 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .methods import METHODS
-from psgd_lit.experiments.runner import (
-    ExperimentError,
-    Result,
-    Run,
-    Store,
-    Training,
-    load_results,
-    train,
-)
-from .sequences import PROBLEMS
+from .records import ExperimentError
+from .runner import CATALOGUE, Result, Run, Store, Training
+from .runner import load_results, train
 
 # %% ../../nbs/experiments/04_plan.ipynb #14013ac2
 _GRADIENT_ONLY = ("sgd", "rmsprop", "adam")
@@ -102,7 +95,7 @@ def _median(values: Iterable[float | None]) -> str:
     middle = statistics.median_low(numbers) if numbers else float("inf")
     return "-" if middle == float("inf") else f"{middle:.3g}"
 
-# %% ../../nbs/experiments/04_plan.ipynb #6a672296
+# %% ../../nbs/experiments/04_plan.ipynb #b094243e
 def comparison(results: Iterable[Result]) -> str:
     """Return a table of methods: seeds, training loss, test error, step that solved it, and time a step.
 
@@ -117,7 +110,7 @@ def comparison(results: Iterable[Result]) -> str:
         rows.append(
             [
                 variant,
-                str(length),
+                str(length or "-"),
                 str(len(over)),
                 str(len(group) - len(over)),
                 _median(result.train_loss for result in over),
@@ -139,7 +132,7 @@ def pace_of(run: Run, results: Iterable[Result]) -> float | None:
     own = [pace for is_own, pace in paces if is_own]
     return statistics.median(own) if own else max((pace for _, pace in paces), default=None)
 
-# %% ../../nbs/experiments/04_plan.ipynb #d50ae6c5
+# %% ../../nbs/experiments/04_plan.ipynb #79eaae18
 def progress(plan: Iterable[Run], results: Sequence[Result]) -> str:
     """Return a table of the plan: runs over and planned, steps to go, and hours for them, on the device of the results."""
     reached = {result.run.name: result.reach for result in results}
@@ -155,17 +148,19 @@ def progress(plan: Iterable[Run], results: Sequence[Result]) -> str:
         total, is_known = total + hours, is_known and not (pace is None and any(to_go))
         is_over = str(to_go.count(0))
         cost = "?" if pace is None and any(to_go) else f"{hours:.1f}"
-        rows.append(
-            [f"{problem} T={length} {variant}", is_over, str(len(runs)), str(sum(to_go)), cost]
-        )
+        name = " ".join([problem, *([f"T={length}"] if length else []), variant])
+        rows.append([name, is_over, str(len(runs)), str(sum(to_go)), cost])
     rows.append(["all", "", "", "", f"{total:.1f}" + ("" if is_known else " and more")])
     return table(rows)
 
-# %% ../../nbs/experiments/04_plan.ipynb #24221116
+# %% ../../nbs/experiments/04_plan.ipynb #a07c863e
 def list_all(store: Store, args: argparse.Namespace) -> int:
     """Print the problems and the methods."""
     rows = [["problem", "length", "batch", "steps"]]
-    rows += [[name, str(p.length), str(p.batch), str(p.steps)] for name, p in PROBLEMS.items()]
+    rows += [
+        [name, str(p.length or "-"), str(p.batch), str(p.steps)]
+        for name, p in CATALOGUE.items()
+    ]
     print(table(rows))
     print(f"\nmethods: {', '.join(METHODS)}")
     return 0
@@ -187,7 +182,7 @@ def run_of(args: argparse.Namespace) -> Run:
     given = {name: getattr(args, name) for name in fields}
     return Run(**given, settings=settings)
 
-# %% ../../nbs/experiments/04_plan.ipynb #6488e854
+# %% ../../nbs/experiments/04_plan.ipynb #13f2dbe0
 def run_one(store: Store, args: argparse.Namespace) -> int:
     """Train, from the start or from a checkpoint; return 0, or 128 and the number of the signal that stopped it.
 
@@ -207,19 +202,19 @@ def run_one(store: Store, args: argparse.Namespace) -> int:
     if args.resume and result and not checkpoint.exists():
         raise ExperimentError(f"the checkpoint {checkpoint} is missing: say --restart")
     training = store.restore(run) if args.resume else Training(run)
-    result, number = train(training, store)
+    result, number = train(training, store, allow_dirty=args.allow_dirty)
     print(
         f"{run.name}: {result.state} at step {result.steps_done} of {run.steps}, "
         f"train loss {result.train_loss:.3g}, test error {result.test_error}"
     )
     return 128 + number if number else 0
 
-# %% ../../nbs/experiments/04_plan.ipynb #75c6556e
+# %% ../../nbs/experiments/04_plan.ipynb #4a3cc4bd
 def compare(store: Store, args: argparse.Namespace) -> int:
     """Print a table of the methods on a problem."""
-    if args.problem not in PROBLEMS:
+    if args.problem not in CATALOGUE:
         raise ExperimentError(
-            f"unknown problem {args.problem!r}; there are {', '.join(PROBLEMS)}"
+            f"unknown problem {args.problem!r}; there are {', '.join(CATALOGUE)}"
         )
     found = [r for r in load_results(store.results) if r.run.problem == args.problem]
     print(comparison(found) if found else f"not yet run: {args.problem}")
@@ -242,11 +237,11 @@ def report(store: Store, args: argparse.Namespace) -> int:
             print(f"python -m psgd_lit.experiments run {run.problem} {options}{extra} --resume")
     return 0
 
-# %% ../../nbs/experiments/04_plan.ipynb #2daa5849
+# %% ../../nbs/experiments/04_plan.ipynb #a49c19dd
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     main = argparse.ArgumentParser(
-        "python -m psgd_lit.experiments", description="The experiments on sequences."
+        "python -m psgd_lit.experiments", description="The experiments of the paper."
     )
     in_tree = Path("nbs").is_dir()
     for name, inside in (("results", "nbs/results"), ("checkpoints", "_build/checkpoints")):
@@ -272,6 +267,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--device", default="cpu")
     one.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE"
+    )
+    one.add_argument(
+        "--allow-dirty", action="store_true", help="record code that is not committed"
     )
     how = one.add_mutually_exclusive_group()
     how.add_argument(
