@@ -47,6 +47,7 @@ SAME_FLOOR = {
     "groups.bordered": "groups.sparse_lu",
     "experiments.sequences": "experiments.",
     "experiments.methods": "experiments.",
+    "experiments.records": "experiments.",
     "experiments.runner": "experiments.__main__",
 }
 """What is imported on its own floor, and by whom."""
