@@ -23,7 +23,7 @@ from .groups.protocol import Group
 from .groups.sparse_lu import SparseLU
 from .groups.triangular import Triangular
 
-# %% ../nbs/08_blocks.ipynb #a9fe0edc
+# %% ../nbs/08_blocks.ipynb #5bb216f6
 @dataclass(frozen=True)
 class KronRule:
     """The rule that gives a block a Kronecker product, one factor for each dimension.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Choice, choose, is_flat, leaves, state_dtype
+from .groups.fit import Fit, learn, start
 from .groups.protocol import State
 
 # %% ../nbs/09_buckets.ipynb #40e8e1d0
@@ -22,7 +23,7 @@ def map_leaves(f: Callable[..., Tensor], *states: Any) -> Any:
         return f(*states)
     return tuple(map_leaves(f, *parts) for parts in zip(*states, strict=True))
 
-# %% ../nbs/09_buckets.ipynb #df47bc65
+# %% ../nbs/09_buckets.ipynb #811a8841
 def named_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state without nests: the leaves of a nested "Q" are "Q.0", "Q.1", and so on; all else keeps its name.
 
@@ -70,7 +71,7 @@ def started(choice: Choice, scale: float, device: Any = None) -> dict[str, Any]:
     place = block.params[0].device if device is None else device
     kind: dict[str, Any] = {"dtype": state_dtype(block.params), "device": place}
     one = group.init(shape, (block.batch,), **kind)
-    return {"Q": group.scale(one, torch.full((block.batch,), scale, **kind))}
+    return start(group, group.scale(one, torch.full((block.batch,), scale, **kind)))._asdict()
 
 # %% ../nbs/09_buckets.ipynb #8f6c6f29
 class Bucket:
@@ -96,7 +97,7 @@ class Bucket:
         first = self.blocks[0].params
         self.dtype, self.device = state_dtype(first), first[0].device
         states = [
-            {name: past.get(name, start) for name, start in started(choice, scale).items()}
+            {name: past.get(name, fresh) for name, fresh in started(choice, scale).items()}
             for choice, past in zip(choices, stored or [{}] * len(choices), strict=True)
         ]
 
@@ -135,12 +136,28 @@ class Bucket:
         probe: Mapping[Tensor, Tensor],
         product: Mapping[Tensor, Tensor],
         lr: float | Tensor,
+        normalizer: str = "running",
         trusted: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Return the state that one pair (v, h) leads to, or the present one if `trusted`, a boolean number, is false."""
+        """Return the state that one pair (v, h) leads to.
+
+        Args:
+            probe: v by parameter; a block without any stays as it is.
+            product: h by parameter.
+            lr: normalised step size.
+            normalizer: what slopes are divided by, "running" or "pair".
+            trusted: a boolean number; if it is false, all stays as it is.
+        """
         v, h = self.gather(probe), self.gather(product)
-        h = h if trusted is None else h.where(trusted, 0.0)
-        return self.state | {"Q": self.group.update(self.Q, v, h, lr)}
+        asked = [not probe.keys().isdisjoint(block.params) for block in self.blocks]
+        if not all(asked):
+            parts = [
+                torch.full((block.batch,), one, device=self.device)
+                for block, one in zip(self.blocks, asked, strict=True)
+            ]
+            trusted = torch.cat(parts) if trusted is None else trusted & torch.cat(parts)
+        fit = learn(self.group, Fit(**self.state), v, h, lr, normalizer, trusted)
+        return fit._asdict()
 
     def states(self) -> list[dict[str, Any]]:
         """Return the state of each block, as views of the batch."""

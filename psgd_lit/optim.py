@@ -53,6 +53,7 @@ from psgd_lit.derivatives import (
     warn_unless_averaged,
     without_autocast,
 )
+from .groups.fit import NORMALIZERS
 from .regularization import DAMPING_KINDS, clip_factor, damp
 
 # %% ../nbs/10_psgd.ipynb #030bdd33
@@ -273,7 +274,13 @@ def fits(
         The new states of the buckets, and whether a product of a finite step was not finite, a boolean number.
     """
     states = [
-        bucket.fit(probes, products, group["lr_preconditioner"], finite.to(bucket.device))
+        bucket.fit(
+            probes,
+            products,
+            group["lr_preconditioner"],
+            group["normalizer"],
+            finite.to(bucket.device),
+        )
         for group, bucket in active
     ]
     return states, finite & ~all_finite(list(products.values())).to(finite.device)
@@ -304,7 +311,12 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "an integer in [0, 2^31)",
     ),
 }
-_NAMES = {"hvp": HVP, "damping_kind": DAMPING_KINDS, "maximize": (False, True)}
+_NAMES = {
+    "hvp": HVP,
+    "normalizer": NORMALIZERS,
+    "damping_kind": DAMPING_KINDS,
+    "maximize": (False, True),
+}
 
 
 def plain(value: Any) -> Any:
@@ -410,7 +422,7 @@ def saved_form(group: Mapping[str, Any], choices: Iterable[Choice]) -> list[Any]
         for chosen, _, block in choices
     ]
 
-# %% ../nbs/10_psgd.ipynb #0fddc355
+# %% ../nbs/10_psgd.ipynb #78c88b1d
 def entries_of(
     group: Mapping[str, Any], saved: Mapping[str, Any], states: Mapping[Any, Mapping[str, Any]]
 ) -> dict[Tensor, dict[str, Any]]:
@@ -624,6 +636,8 @@ class PSGD(torch.optim.Optimizer):
         blocks: blocks of several parameters, such as `psgd_lit.affine.affine_blocks(model)`; each parameter that they
             lack is a block of its own.
         lr_preconditioner: normalised step size of Q, in (0, 1).
+        normalizer: what a slope of Q is divided by: "running", the largest one of the pairs so far, as far as they are
+            remembered, or "pair", the largest one of the pair itself, as in the paper.
         init_scale: Q starts at this multiple of the identity, P at its square.
         hvp: "exact" (double backward), "approx" (difference of gradients), "forward" (forward over reverse), or
             "whiten", which takes the gradient for h and needs no second derivative; then `lr` is about Adam's.
@@ -669,6 +683,7 @@ class PSGD(torch.optim.Optimizer):
         preconditioner: Preconditioner = "kron",
         blocks: Iterable[Block] | None = None,
         lr_preconditioner: float = 0.01,
+        normalizer: str = "running",
         init_scale: float = 1.0,
         hvp: str = "exact",
         update_every: int | str | Callable[[int], int] = 1,
@@ -688,7 +703,8 @@ class PSGD(torch.optim.Optimizer):
             "preconditioner": preconditioner,
             "blocks": checked_blocks(() if blocks is None else blocks),
         }
-        own |= {"lr_preconditioner": lr_preconditioner, "init_scale": init_scale}
+        own |= {"lr_preconditioner": lr_preconditioner, "normalizer": normalizer}
+        own |= {"init_scale": init_scale}
         own |= {"damping": damping, "damping_kind": damping_kind}
         shared = {"hvp": hvp, "update_every": update_every, "max_norm": max_norm}
         shared |= {"maximize": maximize, "seed": seed}
