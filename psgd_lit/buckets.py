@@ -22,7 +22,7 @@ def map_leaves(f: Callable[..., Tensor], *states: Any) -> Any:
         return f(*states)
     return tuple(map_leaves(f, *parts) for parts in zip(*states, strict=True))
 
-# %% ../nbs/09_buckets.ipynb #df47bc65
+# %% ../nbs/09_buckets.ipynb #737da59d
 def named_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state without nests: the leaves of a nested "Q" are "Q.0", "Q.1", and so on; all else keeps its name.
 
@@ -36,7 +36,7 @@ def named_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
         flat |= {f"{name}.{i}": x for i, x in value.items()} if nested else {name: value}
     return flat
 
-
+# %% ../nbs/09_buckets.ipynb #a3e93cf2
 def nested_leaves(form: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return named leaves in the form of another state, from which also comes what they lack."""
 
@@ -180,7 +180,7 @@ def buckets_of(
         for members in kinds.values()
     ]
 
-# %% ../nbs/09_buckets.ipynb #973248dc
+# %% ../nbs/09_buckets.ipynb #04e57c6a
 def parts_of(
     group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]]
 ) -> list[set[Tensor]]:
@@ -191,11 +191,8 @@ def parts_of(
         state: a dictionary for each parameter; that of the first one of a block has "Q".
     """
     place = dict(enumerate(group["params"]))
-    old = [
-        {place[i] for i in part if i in place}
-        for part in group["parts"]
-        if "Q" in state.get(place.get(part[0]), ())
-    ]
+    parts = [[place[i] for i in part if i in place] for part in group["parts"]]
+    old = [set(part) for part in parts if part and "Q" in state.get(part[0], ())]
     new = {p for p in group["params"] if p.requires_grad or state.get(p)} - set().union(*old)
     return [*old, new]
 
