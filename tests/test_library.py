@@ -13,7 +13,7 @@ import pytest
 from gates import LIBRARY, NBS, ROOT, report
 
 FLOORS = {
-    "": 4,
+    "": 5,
     "affine": 0,
     "blocks": 1,
     "buckets": 2,
@@ -21,7 +21,7 @@ FLOORS = {
     "costs": 1,
     "criterion": None,
     "derivatives": 1,
-    "experiments": 4,
+    "experiments": 5,
     "features": 1,
     "groups": 0,
     "groups.bordered": 0,
@@ -34,9 +34,10 @@ FLOORS = {
     "groups.sparse_lu": 0,
     "groups.triangular": 0,
     "hvp": 0,
-    "optim": 3,
+    "optim": 4,
     "problems": None,
     "regularization": 0,
+    "settings": 3,
     "viz": None,
 }
 """The floor of each module, without `psgd_lit.`; theory and drawing (None) import none and are imported by none."""
