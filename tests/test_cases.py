@@ -761,7 +761,7 @@ class Undefined:
 @EVERY_HVP
 @pytest.mark.parametrize("kind", [name for name in vars(Undefined) if not name.startswith("_")])
 def test_19_an_undefined_loss_with_a_finite_gradient(hvp, kind):
-    """Neither weights, decay, momentum nor Q move, it is counted, and the next good step is that of a run without it."""
+    """Neither weights, decay, momentum nor Q move, and it is counted, in both ways to pass a closure."""
     for way in ways_of(hvp)[:2]:
         net, twin = network(), network()
         opt, other = (optimizer(n, hvp=hvp, momentum=0.9, weight_decay=0.1) for n in (net, twin))
