@@ -13,7 +13,7 @@ import pytest
 from gates import LIBRARY, NBS, ROOT, report
 
 FLOORS = {
-    "": 5,
+    "": 4,
     "affine": 0,
     "blocks": 1,
     "buckets": 2,
@@ -21,7 +21,7 @@ FLOORS = {
     "costs": 1,
     "criterion": None,
     "derivatives": 1,
-    "experiments": 5,
+    "experiments": 4,
     "features": 1,
     "groups": 0,
     "groups.bordered": 0,
@@ -34,7 +34,7 @@ FLOORS = {
     "groups.sparse_lu": 0,
     "groups.triangular": 0,
     "hvp": 0,
-    "optim": 4,
+    "optim": 3,
     "problems": None,
     "regularization": 0,
     "settings": 3,
@@ -46,6 +46,7 @@ SAME_FLOOR = {
     "groups.protocol": "groups.",
     "groups.combinator": "groups.",
     "groups.bordered": "groups.sparse_lu",
+    "settings": "optim",
     "experiments.sequences": "experiments.",
     "experiments.methods": "experiments.",
     "experiments.runner": "experiments.__main__",
