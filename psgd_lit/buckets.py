@@ -72,7 +72,7 @@ def started(choice: Choice, scale: float, device: Any = None) -> dict[str, Any]:
     one = group.init(shape, (block.batch,), **kind)
     return {"Q": group.scale(one, torch.full((block.batch,), scale, **kind))}
 
-# %% ../nbs/09_buckets.ipynb #8f6c6f29
+# %% ../nbs/09_buckets.ipynb #91ab1d18
 class Bucket:
     """Blocks of one group, shape, dtype and device, whose states are one batch.
 
@@ -88,7 +88,7 @@ class Bucket:
         self,
         choices: Sequence[Choice],
         scale: float,
-        stored: Sequence[Mapping[str, Any]] | None = None,
+        stored: Sequence[Mapping[str, Any] | None] = (),
     ) -> None:
         """Start each block at `scale` times the identity, or where it is stored."""
         self.group = choices[0].group
@@ -96,8 +96,8 @@ class Bucket:
         first = self.blocks[0].params
         self.dtype, self.device = state_dtype(first), first[0].device
         states = [
-            {name: past.get(name, start) for name, start in started(choice, scale).items()}
-            for choice, past in zip(choices, stored or [{}] * len(choices), strict=True)
+            {name: (past or {}).get(name, x) for name, x in started(choice, scale).items()}
+            for choice, past in zip(choices, stored or [None] * len(choices), strict=True)
         ]
 
         def batch(*parts: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def kind_of(choice: Choice) -> tuple[Any, ...]:
     params = choice.block.params
     return choice.group, choice.shape, state_dtype(params), params[0].device
 
-# %% ../nbs/09_buckets.ipynb #feb594e9
+# %% ../nbs/09_buckets.ipynb #893b5b4d
 def buckets_of(
     choices: Iterable[Choice],
     scale: float,
@@ -176,7 +176,7 @@ def buckets_of(
     for choice in choices:
         kinds.setdefault(kind_of(choice), []).append(choice)
     return [
-        Bucket(members, scale, [stored.get(choice.block.params[0], {}) for choice in members])
+        Bucket(members, scale, [stored.get(choice.block.params[0]) for choice in members])
         for members in kinds.values()
     ]
 
