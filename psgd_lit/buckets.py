@@ -23,7 +23,7 @@ def map_leaves(f: Callable[..., Tensor], *states: Any) -> Any:
         return f(*states)
     return tuple(map_leaves(f, *parts) for parts in zip(*states, strict=True))
 
-# %% ../nbs/09_buckets.ipynb #811a8841
+# %% ../nbs/09_buckets.ipynb #737da59d
 def named_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state without nests: the leaves of a nested "Q" are "Q.0", "Q.1", and so on; all else keeps its name.
 
@@ -37,7 +37,7 @@ def named_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
         flat |= {f"{name}.{i}": x for i, x in value.items()} if nested else {name: value}
     return flat
 
-
+# %% ../nbs/09_buckets.ipynb #a3e93cf2
 def nested_leaves(form: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return named leaves in the form of another state, from which also comes what they lack."""
 
@@ -73,7 +73,7 @@ def started(choice: Choice, scale: float, device: Any = None) -> dict[str, Any]:
     one = group.init(shape, (block.batch,), **kind)
     return start(group, group.scale(one, torch.full((block.batch,), scale, **kind)))._asdict()
 
-# %% ../nbs/09_buckets.ipynb #8f6c6f29
+# %% ../nbs/09_buckets.ipynb #91ab1d18
 class Bucket:
     """Blocks of one group, shape, dtype and device, whose states are one batch.
 
@@ -89,7 +89,7 @@ class Bucket:
         self,
         choices: Sequence[Choice],
         scale: float,
-        stored: Sequence[Mapping[str, Any]] | None = None,
+        stored: Sequence[Mapping[str, Any] | None] = (),
     ) -> None:
         """Start each block at `scale` times the identity, or where it is stored."""
         self.group = choices[0].group
@@ -97,8 +97,8 @@ class Bucket:
         first = self.blocks[0].params
         self.dtype, self.device = state_dtype(first), first[0].device
         states = [
-            {name: past.get(name, fresh) for name, fresh in started(choice, scale).items()}
-            for choice, past in zip(choices, stored or [{}] * len(choices), strict=True)
+            {name: (past or {}).get(name, x) for name, x in started(choice, scale).items()}
+            for choice, past in zip(choices, stored or [None] * len(choices), strict=True)
         ]
 
         def batch(*parts: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def kind_of(choice: Choice) -> tuple[Any, ...]:
     params = choice.block.params
     return choice.group, choice.shape, state_dtype(params), params[0].device
 
-# %% ../nbs/09_buckets.ipynb #feb594e9
+# %% ../nbs/09_buckets.ipynb #893b5b4d
 def buckets_of(
     choices: Iterable[Choice],
     scale: float,
@@ -193,11 +193,11 @@ def buckets_of(
     for choice in choices:
         kinds.setdefault(kind_of(choice), []).append(choice)
     return [
-        Bucket(members, scale, [stored.get(choice.block.params[0], {}) for choice in members])
+        Bucket(members, scale, [stored.get(choice.block.params[0]) for choice in members])
         for members in kinds.values()
     ]
 
-# %% ../nbs/09_buckets.ipynb #973248dc
+# %% ../nbs/09_buckets.ipynb #04e57c6a
 def parts_of(
     group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]]
 ) -> list[set[Tensor]]:
@@ -208,11 +208,8 @@ def parts_of(
         state: a dictionary for each parameter; that of the first one of a block has "Q".
     """
     place = dict(enumerate(group["params"]))
-    old = [
-        {place[i] for i in part if i in place}
-        for part in group["parts"]
-        if "Q" in state.get(place.get(part[0]), ())
-    ]
+    parts = [[place[i] for i in part if i in place] for part in group["parts"]]
+    old = [set(part) for part in parts if part and "Q" in state.get(part[0], ())]
     new = {p for p in group["params"] if p.requires_grad or state.get(p)} - set().union(*old)
     return [*old, new]
 

@@ -14,8 +14,10 @@ import resource
 import time
 import tracemalloc
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import test_distributed
 import torch
@@ -41,7 +43,7 @@ from toys import (
     weights,
 )
 
-from psgd_lit.affine import affine_blocks
+from psgd_lit.affine import Block, Piece, affine_blocks
 from psgd_lit.blocks import KronRule, choose, leaves
 from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.kron import Kron
@@ -737,6 +739,78 @@ def test_19_a_product_alone_that_is_not_finite(name):
     assert x.isfinite().all()
 
 
+class Undefined:
+    """Losses that are not finite, though their gradient is."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def an_empty_batch(self) -> Tensor:
+        return (self.net(torch.empty(0, 4)) - torch.empty(0, 2)).square().mean()
+
+    def no_target_left(self) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch()[0]), torch.full((32,), -100))
+
+    def a_constant_that_is_nan(self) -> Tensor:
+        return loss_of(self.net) + math.nan
+
+    def a_constant_that_is_infinite(self) -> Tensor:
+        return loss_of(self.net) - math.inf
+
+
+@EVERY_HVP
+@pytest.mark.parametrize("kind", [name for name in vars(Undefined) if not name.startswith("_")])
+def test_19_an_undefined_loss_with_a_finite_gradient(hvp, kind):
+    """Neither weights, decay, momentum nor Q move, and it is counted, in both ways to pass a closure."""
+    for way in ways_of(hvp)[:2]:
+        net, twin = network(), network()
+        opt, other = (optimizer(n, hvp=hvp, momentum=0.9, weight_decay=0.1) for n in (net, twin))
+        for o, n in ((opt, net), (other, twin)):
+            for _ in range(2):
+                take(o, lambda n=n: loss_of(n), way)
+        take(opt, getattr(Undefined(net), kind), way)
+        assert same(weights(net), weights(twin))
+        assert same(states(opt), states(other))
+        assert opt.skipped == 1
+        assert opt.dropped_fits == 0
+
+
+def norm_at_zero(dead: Tensor, alive: Tensor) -> Tensor:
+    """A loss whose gradient is finite, and whose curvature is not."""
+    return torch.linalg.vector_norm(dead - dead.detach()) + (torch.arange(1.0, 5.0) * alive.square()).sum()
+
+
+@EVERY_NAME
+def test_19_a_dropped_fit_is_counted_and_told(name):
+    """The weights move, the number is in the table and survives a checkpoint, and there is a warning at step 100."""
+    dead, alive = torch.zeros(3, requires_grad=True), torch.ones(4, requires_grad=True)
+    opt = PSGD([dead, alive], lr=0.01, preconditioner=name)
+    for _ in range(100):
+        opt.step(lambda: norm_at_zero(dead, alive))
+    assert opt.dropped_fits == opt.skipped == 100
+    assert (alive < 1).all()
+    assert opt.describe().endswith("dropped fits: 100 in 100 steps")
+    with pytest.warns(UserWarning, match="fits of the preconditioner were dropped.*opt.dropped_fits") as heard:
+        opt.step(lambda: norm_at_zero(dead, alive))
+    assert heard[0].filename == __file__
+    other = PSGD([dead, alive], lr=0.01, preconditioner=name)
+    other.load_state_dict(opt.state_dict())
+    assert other.dropped_fits == 101
+    state = states(opt)
+    opt.step(lambda: norm_at_zero(dead, alive) * math.nan)
+    assert same(state, states(opt))
+    assert (opt.dropped_fits, opt.skipped) == (101, 102)
+
+
+def test_19_good_fits_are_not_counted():
+    net = network()
+    opt = optimizer(net)
+    for _ in range(3):
+        opt.step(lambda: loss_of(net))
+    assert opt.dropped_fits == 0
+    assert "dropped" not in opt.describe()
+
+
 def scaled_step(scaler: Any, opt: PSGD, loss: Tensor) -> None:
     """A step as torch's page on mixed precision writes it, with a graph where one is needed."""
     opt.zero_grad()
@@ -815,6 +889,32 @@ def test_20_an_overflow_skips(hvp):
     first = loss_of(net)
     scaled_step(scaler, opt, loss_of(net))
     assert loss_of(net) < first
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_20_an_overflow_that_was_unscaled_skips(clipped):
+    """Also where a clip has removed the infinities: the scaler has found them before, as torch's optimizers know."""
+    net, twin = network(), network()
+    opt, other = (
+        optimizer(net, hvp="whiten", momentum=0.5, weight_decay=0.1),
+        torch.optim.SGD(twin.parameters(), lr=0.1),
+    )
+    for o, n in ((opt, net), (other, twin)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        start = weights(n)
+        scaler.scale(loss_of(n) * math.inf).backward()
+        scaler.unscale_(o)
+        for p in n.parameters():
+            p.grad = p.grad.nan_to_num(1.0, 1.0, -1.0) if clipped else p.grad
+        scaler.step(o)
+        scaler.update()
+        assert same(start, weights(n))
+    assert opt.skipped == 1
+    assert not any(state["momentum"].any() for state in opt.state.values())
+    opt.zero_grad()
+    loss_of(net).backward()
+    opt.step()
+    assert opt.skipped == 1
 
 
 def test_20_unscaling_first():
@@ -1029,6 +1129,15 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lr": math.nan}, ValueError, "at least 0"),
     ({"lr": "fast"}, TypeError, "lr must be a number"),
     ({"lr": None}, TypeError, "lr must be a number"),
+    ({"lr": math.inf}, ValueError, "lr must be at least 0 and finite"),
+    ({"lr": torch.tensor(math.inf)}, ValueError, "lr must be at least 0 and finite"),
+    ({"lr": torch.tensor(1j)}, TypeError, "lr must be a number"),
+    ({"update_every": True}, ValueError, "integer from 1"),
+    ({"preconditioner": Kron}, TypeError, "Kron is the class of a group: call it"),
+    ({"preconditioner": Diagonal}, TypeError, "Diagonal is the class of a group: call it"),
+    ({"preconditioner": lambda rows, columns: Diagonal()}, TypeError, "one argument, the shape of a block"),
+    ({"preconditioner": KronRule("8")}, ValueError, "max_size must be an integer from 0"),
+    ({"preconditioner": KronRule(-1)}, ValueError, "max_size must be an integer from 0"),
     ({"lr": True}, TypeError, "lr must be a number"),
     ({"lr": 1j}, TypeError, "lr must be a number"),
     ({"lr_preconditioner": 0.0}, ValueError, r"\(0, 1\)"),
@@ -1085,6 +1194,112 @@ def test_29_bad_settings(wrong, kind, message):
     assert equal(state, opt.state_dict())
     assert opt.describe() == text
     assert same(before[2:], weights(net)[2:])
+
+
+class OddError(Exception):
+    """No error that Python or torch would raise."""
+
+
+def raising(error: BaseException) -> Any:
+    def rule(shape: tuple[int, ...]) -> Any:
+        raise error
+
+    return rule
+
+
+@pytest.mark.parametrize("error", [KeyError(3), RuntimeError("x"), IndexError("x"), OddError("x"), KeyboardInterrupt()])
+def test_29_whatever_a_rule_raises_leaves_nothing(error):
+    """A param group that couldn't be added is not there, and steps go on."""
+    net = network()
+    opt = optimizer(net[0])
+    with pytest.raises(type(error)):
+        opt.add_param_group({"params": list(net[2].parameters()), "preconditioner": raising(error)})
+    assert len(opt.param_groups) == 1
+    opt.step(lambda: loss_of(net))
+
+
+NUMBERS: dict[str, Any] = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25, "damping": 0.125, "max_norm": 2.0}
+NUMBERS |= {"lr_preconditioner": 0.125, "init_scale": 0.5, "seed": 3, "update_every": 2}
+
+
+@pytest.mark.parametrize("kind", [numpy.float16, numpy.float32, numpy.float64, Fraction])
+def test_29_numbers_of_other_libraries(kind):
+    """The same run as with Python's, and a state that holds Python's alone, also if they come later."""
+    other = {name: (numpy.int64 if isinstance(x, int) else kind)(x) for name, x in NUMBERS.items()}
+    net, twin = network(), network()
+    opt, reference = PSGD(net.parameters(), **other), PSGD(twin.parameters(), **NUMBERS)
+    for _ in range(3):
+        opt.param_groups[0]["lr"] = 0.125 if kind is Fraction else kind(0.125)  # torch multiplies by no Fraction
+        opt.step(lambda: loss_of(net))
+        reference.step(lambda: loss_of(twin))
+    assert same(weights(net), weights(twin))
+    assert equal(opt.state_dict(), reference.state_dict())
+
+
+LATER: list[tuple[dict[str, Any], str]] = [
+    ({"hvp": "typo"}, "hvp must be one of"),
+    ({"max_norm": 0}, "max_norm must be positive"),
+    ({"lr": math.nan}, "lr must be at least 0 and finite"),
+    ({"lr": math.inf}, "lr must be at least 0 and finite"),
+    ({"damping": -1.0}, "damping must be at least 0"),
+    ({"damping_kind": "none"}, "damping_kind must be one of"),
+    ({"momentum": 1.5}, r"momentum must be in \[0, 1\)"),
+    ({"weight_decay": -1}, "weight_decay must be at least 0"),
+    ({"lr_preconditioner": 2}, r"lr_preconditioner must be in \(0, 1\)"),
+    ({"update_every": 0}, "update_every must be an integer from 1"),
+    ({"update_every": lambda t: 0}, "must return an integer from 1, not 0"),
+    ({"update_every": lambda t: None}, "must return an integer from 1, not None"),
+    ({"update_every": lambda t: -3}, "must return an integer from 1, not -3"),
+    ({"update_every": lambda t: 0.5}, "must return an integer from 1, not 0.5"),
+    ({"maximize": 2}, "maximize must be one of"),
+    ({"seed": -1}, "seed must be an integer"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), LATER, ids=[f"{i}-{next(iter(w))}" for i, (w, _) in enumerate(LATER)])
+def test_29_settings_are_checked_at_each_step(wrong, message):
+    """What a user or a schedule writes into a param group is refused before the closure is called."""
+    net = network()
+    opt = optimizer(net, momentum=0.5)
+    opt.step(lambda: loss_of(net))
+    before, state, t = weights(net), states(opt), opt.param_groups[0]["t"]
+    good = {name: opt.param_groups[0][name] for name in wrong}
+    opt.param_groups[0] |= wrong
+    with pytest.raises(ValueError, match=message):
+        opt.step(lambda: pytest.fail("the closure was called"))
+    assert same(before, weights(net))
+    assert same(state, states(opt))
+    assert opt.param_groups[0]["t"] == t
+    opt.param_groups[0] |= good
+    opt.step(lambda: loss_of(net))
+
+
+@pytest.mark.parametrize("wrong", ["nccl", 3, object()])
+def test_29_a_process_group_that_is_none(wrong):
+    with pytest.raises(TypeError, match="process_group must be None or a group"):
+        PSGD([torch.ones(2, requires_grad=True)], lr=0.1, process_group=wrong)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (1, 6, 2), (6,)])
+def test_29_a_block_that_does_not_fit_its_parameter(shape):
+    p = torch.ones(3, 2, requires_grad=True)
+    with pytest.raises(ValueError, match="shape"):
+        PSGD([p], lr=0.1, blocks=[Block((Piece(p, shape),))])
+
+
+def test_29_tensors_of_integers():
+    """A bare one is refused; a frozen parameter of any type is not."""
+    kinds = (torch.int8, torch.bool, torch.float8_e4m3fn)
+    for dtype in kinds[:2]:
+        with pytest.raises(ValueError, match="no gradients"):
+            PSGD([torch.ones(3).to(dtype)], lr=0.1)
+    frozen = [nn.Parameter(torch.ones(3, 2).to(dtype), requires_grad=False) for dtype in kinds]
+    p = torch.ones(3, 2, requires_grad=True)
+    for name in NAMES:
+        opt = PSGD([*frozen, p], lr=0.1, preconditioner=name)
+        assert len(opt.describe().splitlines()) == 2
+        opt.step(lambda: p.square().sum())
+        assert len(opt.state_dict()["state"]) == 1
 
 
 def test_29_settings_of_the_whole_optimizer():
@@ -1157,6 +1372,69 @@ def test_31_old_checkpoints():
         present.load_state_dict(old)
         assert present.param_groups[0][name] == expected
         present.step(lambda p=present: sum(w.square().sum() for w in p.param_groups[0]["params"]))
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
+def test_31_states_with_a_nest(name):
+    """States with Q as a tuple, and with no entry for the other parameters of a block, load and go on."""
+    net, twin = network(), network()
+    opt, other = (PSGD(n.parameters(), lr=0.05, preconditioner=name, blocks=affine_blocks(n)) for n in (net, twin))
+    for _ in range(3):
+        opt.step(lambda: loss_of(net))
+    old = opt.state_dict()
+    old["state"] = {
+        key: {"Q": opt.state[p]["Q"]} for key, p in enumerate(net.parameters()) if "Q" in opt.state.get(p, ())
+    }
+    del old["param_groups"][0]["parts"], old["param_groups"][0]["dropped"]
+    other.load_state_dict(old)
+    twin.load_state_dict(net.state_dict())
+    for _ in range(2):
+        opt.step(lambda: loss_of(net))
+        other.step(lambda: loss_of(twin))
+    assert same(weights(net), weights(twin))
+    assert equal(opt.state_dict(), other.state_dict())
+
+
+def spoiled(saved: dict[str, Any], how: str) -> dict[str, Any]:
+    """A state that is wrong in some way."""
+    wrong = copy.deepcopy(saved)
+    entry = wrong["state"][0]
+    first = next(name for name in entry if name.startswith("Q"))
+    if how == "shape":
+        entry[first] = entry[first][..., :1]
+    elif how == "momentum":
+        entry["momentum"] = entry["momentum"][:1]
+    elif how == "lacks":
+        del entry[first]
+    else:
+        entry["exp_avg"] = entry["momentum"]
+    return wrong
+
+
+@pytest.mark.parametrize("how", ["shape", "momentum", "lacks", "exp_avg"])
+@pytest.mark.parametrize("name", ["kron", "splu"])
+def test_31_a_state_that_does_not_fit_is_refused_at_once(name, how):
+    """Another shape, a part that is missing, or another optimizer's: an error at loading, and nothing has changed."""
+    net = network()
+    opt = optimizer(net, preconditioner=name, momentum=0.5)
+    opt.step(lambda: loss_of(net))
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(ValueError, match=f"{how}|was saved with the shape"):
+        opt.load_state_dict(spoiled(before, how))
+    assert equal(opt.state_dict(), before)
+    opt.step(lambda: loss_of(net))
+
+
+def test_31_the_state_of_another_optimizer_is_refused():
+    net = network()
+    adam = torch.optim.Adam(net.parameters())
+    loss_of(net).backward()
+    adam.step()
+    opt = optimizer(net)
+    before = opt.state_dict()
+    with pytest.raises(ValueError, match=r"exp_avg.*not that of another optimizer"):
+        opt.load_state_dict(adam.state_dict())
+    assert equal(opt.state_dict(), before)
 
 
 def test_31_another_preconditioner_is_refused():

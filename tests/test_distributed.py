@@ -1,17 +1,20 @@
 """Two processes on one machine, over gloo: the worker, and what else it shows of data parallel training."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from toys import fill, loss_of, network, same, weights
+from toys import fill, loss_of, network, same, states, weights
 
+from psgd_lit.affine import affine_blocks
 from psgd_lit.blocks import leaves
 from psgd_lit.derivatives import mean_over_ranks
 from psgd_lit.optim import PSGD
@@ -108,6 +111,14 @@ def warned(group: Any) -> list[Tensor]:
     return found
 
 
+def undefined(rank: int, group: Any) -> Outcome:
+    """One rank has a batch whose loss is not a number, and whose gradient is finite."""
+    net = network(torch.float64)
+    opt = PSGD(net.parameters(), lr=0.05, momentum=0.5, process_group=group)
+    added = [0.0, float("nan") if rank else 0.0, 0.0, 0.0, 0.0]
+    return run(opt, net, lambda t: opt.step(lambda: loss_of(net, HALVES[rank]) + added[t]))
+
+
 def bad(rank: int, group: Any) -> Outcome:
     """One rank has one bad batch."""
     net = network(torch.float64)
@@ -147,6 +158,7 @@ def work(rank: int, folder: str) -> None:
         "warned alone": warned(None),
         "warned": warned(group),
         "bad": bad(rank, group),
+        "undefined": undefined(rank, group),
         "means": means(rank, group),
     }
     if rank == 0:
@@ -215,9 +227,10 @@ def test_17_nobody_averages_without_a_word(ranks):
         assert not any(rank["warned"])
 
 
-def test_17_a_bad_batch_on_one_rank(ranks):
-    """All ranks skip, and count, the step."""
-    first, second = (rank["bad"] for rank in ranks)
+@pytest.mark.parametrize("run", ["bad", "undefined"])
+def test_17_a_bad_batch_on_one_rank(ranks, run):
+    """All ranks skip, and count, the step, also where the loss alone is bad."""
+    first, second = (rank[run] for rank in ranks)
     assert first.skipped == second.skipped == 1
     assert same(first.weights, second.weights)
     assert same(first.state, second.state)
@@ -243,3 +256,45 @@ def test_17_a_mean_of_tensors_of_several_kinds(ranks):
     for rank in ranks:
         for mean, value in zip(rank["means"], expected, strict=True):
             torch.testing.assert_close(mean, value, rtol=0, atol=0)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One process that is a group by itself, as torch's distributed checkpoints need it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("name", ["dense", "splu", "kron", "scan", "diagonal", "esgd"])
+@pytest.mark.parametrize(("hvp", "momentum"), [("exact", 0.0), ("exact", 0.5), ("whiten", 0.0)])
+@pytest.mark.usefixtures("alone")
+def test_05_distributed_checkpoints_go_on(flat, name, hvp, momentum, tmp_path):
+    """Through files, into a new model, with and without flattened states: the next steps have the same bits."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def make(seed: int, lr: Any) -> tuple[nn.Module, PSGD]:
+        net = network(seed=seed)
+        kind: dict[str, Any] = {"preconditioner": name, "hvp": hvp, "momentum": momentum}
+        return net, PSGD(net.parameters(), lr=lr, blocks=affine_blocks(net), **kind)
+
+    for lr in (0.05, torch.tensor(0.05)):
+        (net, opt), (twin, other) = make(0, lr), make(5, lr)
+        for _ in range(3):
+            opt.step(lambda net=net: loss_of(net))
+        folder = tmp_path / type(lr).__name__
+        dcp.save(
+            dict(zip(("net", "opt"), get_state_dict(net, opt, options=options), strict=True)), checkpoint_id=folder
+        )
+        loaded = dict(zip(("net", "opt"), get_state_dict(twin, other, options=options), strict=True))
+        dcp.load(loaded, checkpoint_id=folder)
+        set_state_dict(twin, other, model_state_dict=loaded["net"], optim_state_dict=loaded["opt"], options=options)
+        assert same(states(opt), states(other))
+        for _ in range(2):
+            opt.step(lambda net=net: loss_of(net))
+            other.step(lambda twin=twin: loss_of(twin))
+        assert same(weights(net), weights(twin))
+        assert opt.param_groups[0]["t"] == other.param_groups[0]["t"] == 5

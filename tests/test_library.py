@@ -37,6 +37,7 @@ FLOORS = {
     "optim": 3,
     "problems": None,
     "regularization": 0,
+    "settings": 3,
     "viz": None,
 }
 """The floor of each module, without `psgd_lit.`; theory and drawing (None) import none and are imported by none."""
@@ -45,6 +46,7 @@ SAME_FLOOR = {
     "groups.protocol": "groups.",
     "groups.combinator": "groups.",
     "groups.bordered": "groups.sparse_lu",
+    "settings": "optim",
     "experiments.sequences": "experiments.",
     "experiments.methods": "experiments.",
     "experiments.records": "experiments.",

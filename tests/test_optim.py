@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from toys import NAMES, equal, generator, loss_of, network, same, take, weights
+from toys import HVP, NAMES, equal, generator, loss_of, network, quiet, same, take, weights
 
+from psgd_lit import optim
 from psgd_lit.blocks import KronRule, choose, leaves
+from psgd_lit.buckets import Bucket
 from psgd_lit.derivatives import draw_probes
 from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.kron import Kron
@@ -204,6 +206,164 @@ def test_states_are_the_optimizers_own_memory():
         o.step(lambda model=model: loss_of(model))
     assert same(weights(net), weights(twin))
     assert equal(opt.state_dict()["state"], other.state_dict()["state"])
+
+
+# Frozen parameters
+
+
+def thawable(frozen: bool) -> tuple[list[Tensor], Any]:
+    """Three parameters, of which the middle one may be frozen, and a loss that doesn't need it."""
+    source = generator()
+    params = [torch.randn(n, 3, dtype=D, generator=source) for n in (2, 5, 4)]
+    for i, p in enumerate(params):
+        p.requires_grad_(not frozen or i != 1)
+    return params, lambda: (params[0] @ params[2].T).tanh().sum() + params[2].square().sum() + params[1].square().sum()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("hvp", HVP)
+def test_frozen_parameters_change_nothing_for_others(name, hvp):
+    """The run is bit for bit that without them: no probe, no place in a flat block, no state, no line in the table."""
+    (params, loss), (others, same_loss) = thawable(frozen=True), thawable(frozen=True)
+    kind: dict[str, Any] = {"lr": 0.02, "preconditioner": name, "hvp": hvp, "damping": 0.01, "momentum": 0.5}
+    opt, plain = PSGD(params, **kind), PSGD(others[::2], **kind)
+    with quiet():
+        for _ in range(4):
+            opt.step(loss)
+            plain.step(same_loss)
+    assert same(weights_of(params), weights_of(others))
+    assert params[1] not in opt.state
+    assert len(opt.describe().splitlines()) == len(plain.describe().splitlines())
+    assert [row.split()[-2:] for row in opt.describe().splitlines()] == [
+        row.split()[-2:] for row in plain.describe().splitlines()
+    ]
+
+
+def weights_of(params: list[Tensor]) -> list[Tensor]:
+    return [p.detach().clone() for p in params]
+
+
+def test_probes_are_drawn_for_what_is_trained(monkeypatch):
+    """As many numbers as the others have entries, twice with damping."""
+    params, loss = thawable(frozen=True)
+    drawn, randn = [], torch.randn
+
+    def counting(*sizes: Any, **kwargs: Any) -> Tensor:
+        drawn.append(sizes)
+        return randn(*sizes, **kwargs)
+
+    opt = PSGD(params, lr=0.01, damping=0.1)
+    monkeypatch.setattr(torch, "randn", counting)
+    opt.step(loss)
+    assert drawn == [(18,), (18,)]
+
+
+def test_dense_counts_what_is_trained():
+    large = torch.zeros(30_000)
+    table = PSGD([large, *thawable(True)[0][::2]], lr=0.1, preconditioner="dense").describe()
+    assert table.splitlines()[1].split()[-2:] == [str(18 * 19 // 2), str(18 * 18 * 8)]
+    with pytest.raises(ValueError, match="30000 parameters"):
+        PSGD([large.requires_grad_()], lr=0.1, preconditioner="dense")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_that_are_thawed_join_the_run(name):
+    """What was learned stays, bit for bit, the new one gets a state of its own, and a copy and a checkpoint go on."""
+    params, loss = thawable(frozen=True)
+    opt = PSGD(params, lr=0.02, preconditioner=name)
+    for _ in range(3):
+        opt.step(loss)
+    early = copy.deepcopy(opt.state_dict())
+    learned = [leaf.clone() for leaf in leaves(opt.state[params[0]]["Q"])]
+    params[1].requires_grad_()
+    assert len(opt.describe().splitlines()) == (4 if name not in ("dense", "splu") else 3)
+    opt.param_groups[0]["update_every"] = 10**6
+    opt.step(loss)
+    assert same(learned, leaves(opt.state[params[0]]["Q"]))
+    opt.param_groups[0]["update_every"] = 1
+    before = params[1].detach().clone()
+    opt.step(loss)
+    assert not torch.equal(before, params[1])
+    assert not same(learned, leaves(opt.state[params[0]]["Q"]))
+    for saved in (early, copy.deepcopy(opt.state_dict())):
+        for frozen in (True, False):
+            twins, twin_loss = thawable(frozen)
+            other = PSGD(twins, lr=0.02, preconditioner=name)
+            other.load_state_dict(saved)
+            for key, entry in other.state_dict()["state"].items():
+                assert equal(entry, saved["state"][key])
+            first = twin_loss().item()
+            for _ in range(3):
+                other.step(twin_loss)
+            assert twin_loss() < first
+    twins, twin = copy.deepcopy((params, opt))
+    opt.step(loss)
+    other_loss = (twins[0] @ twins[2].T).tanh().sum() + twins[2].square().sum() + twins[1].square().sum()
+    twin.step(lambda: other_loss)
+    assert same(weights_of(params), weights_of(twins))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_that_is_frozen_for_a_while_keeps_its_state(name):
+    params, loss = thawable(frozen=False)
+    opt = PSGD(params, lr=0.02, preconditioner=name)
+    opt.step(loss)
+    entries = opt.state_dict()["state"].keys()
+    for t in range(4):
+        params[1].requires_grad_(t % 2 == 1)
+        before = params[1].detach().clone()
+        opt.step(loss)
+        assert torch.equal(before, params[1]) == (t % 2 == 0)
+        assert opt.state_dict()["state"].keys() == entries
+
+
+# All or nothing
+
+
+class BrokenError(Exception):
+    """What goes wrong in the middle of a step."""
+
+
+@pytest.mark.parametrize("name", ["dense", "kron"])
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Bucket, "fit"), (Bucket, "precondition"), (Bucket, "gather"), (Bucket, "scatter"), (Bucket, "__init__")]
+    + [(optim, x) for x in ("clip_factor", "damp", "average", "planned_move", "draw_by_parameter", "used_derivatives")],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_an_error_inside_a_step_leaves_nothing_half_done(monkeypatch, name, owner, method):
+    """Whichever call it is that fails: all is as before, and after it the run is that without the error."""
+    kind: dict[str, Any] = {"lr": 0.05, "preconditioner": name, "momentum": 0.5, "damping": 0.01, "weight_decay": 0.1}
+    net, twin = network(), network()
+    opt, other = PSGD(net.parameters(), **kind), PSGD(twin.parameters(), **kind)
+    real = getattr(owner, method)
+    for _ in range(2):
+        for failing in range(3):
+            calls = []
+
+            def breaking(*args: Any, calls: list[int] = calls, failing: int = failing, **kwargs: Any) -> Any:
+                calls.append(1)
+                if len(calls) > failing:
+                    raise BrokenError
+                return real(*args, **kwargs)
+
+            before, state = weights(net), copy.deepcopy(opt.state_dict())
+            monkeypatch.setattr(owner, method, breaking)
+            broken = False
+            try:
+                opt.step(lambda: loss_of(net))
+            except BrokenError:
+                broken = True
+            monkeypatch.setattr(owner, method, real)
+            if broken:
+                assert same(before, weights(net))
+                assert equal(state, opt.state_dict())
+            else:
+                other.step(lambda: loss_of(twin))
+        opt.step(lambda: loss_of(net))
+        other.step(lambda: loss_of(twin))
+        assert same(weights(net), weights(twin))
+        assert equal(opt.state_dict(), other.state_dict())
 
 
 # Settings

@@ -127,7 +127,7 @@ def make_steps(name: str, batch: int = 0) -> dict[str, Callable[[], Any]]:
 
     return {variant: bind(*made) for variant, made in VARIANTS.items() if takes(made[0])}
 
-# %% ../../nbs/experiments/08_wall_time.ipynb #49dc8233
+# %% ../../nbs/experiments/08_wall_time.ipynb #dfecaf37
 def make_parts(name: str, method: str, batch: int = 0) -> dict[str, Callable[[], Any]]:
     """Return the parts of a step of a form of PSGD, by name: gradient, product, fit and precondition.
 
@@ -142,7 +142,9 @@ def make_parts(name: str, method: str, batch: int = 0) -> dict[str, Callable[[],
     return {
         "gradient": lambda: loss_and_gradient(case.loss, case.params),
         "product": lambda: closure_derivatives(case.loss, case.params, probe, "exact"),
-        "fit": torch.no_grad()(lambda: [b.fit(v, h, 0.01) for _, b in buckets]),
+        "fit": torch.no_grad()(
+            lambda: optimizer.buckets.keep([b.fit(v, h, 0.01) for _, b in buckets])
+        ),
         "precondition": torch.no_grad()(
             lambda: [b.scatter(b.precondition(g)) for _, b in buckets]
         ),

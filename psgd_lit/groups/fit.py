@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['NORMALIZERS', 'peak_decay', 'Fit', 'start', 'updated_share', 'learn']
 
-# %% ../../nbs/groups/08_fit.ipynb #n2
+# %% ../../nbs/groups/08_fit.ipynb #9d4cc5a1
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .protocol import Group, State, largest_entry
 
-# %% ../../nbs/groups/08_fit.ipynb #n13
+# %% ../../nbs/groups/08_fit.ipynb #96420db2
 NORMALIZERS = {"pair": 0.0, "running": 0.99}  # beta of eq-running-peak
 
 
@@ -30,7 +30,7 @@ def peak_decay(normalizer: str) -> float:
         )
     return NORMALIZERS[normalizer]
 
-# %% ../../nbs/groups/08_fit.ipynb #n16
+# %% ../../nbs/groups/08_fit.ipynb #d5107a7f
 class Fit(NamedTuple):
     """What has been learned and what is remembered of the pairs, for each member of a batch.
 
@@ -46,7 +46,7 @@ class Fit(NamedTuple):
     share: Tensor
     count: Tensor
 
-# %% ../../nbs/groups/08_fit.ipynb #n18
+# %% ../../nbs/groups/08_fit.ipynb #d835b394
 def start(group: Group, Q: State) -> Fit:
     """Return a state without memory: no peak, no pair, and a share of 1 for each coordinate.
 
@@ -59,7 +59,7 @@ def start(group: Group, Q: State) -> Fit:
     share = torch.ones_like(none)[..., None].expand(*none.shape, group.size(Q)).clone()
     return Fit(Q, peaks, share, none)
 
-# %% ../../nbs/groups/08_fit.ipynb #n21
+# %% ../../nbs/groups/08_fit.ipynb #d10262d9
 _FORGETTING = 1e-3  # the smallest weight of a new pair in a share
 
 
@@ -74,7 +74,7 @@ def updated_share(fit: Fit, h: Tensor) -> Tensor:
     weight = (h.shape[-1] / fit.count).clamp(min=_FORGETTING)
     return fit.share.lerp(met, weight[..., None])  # eq-share
 
-# %% ../../nbs/groups/08_fit.ipynb #n24
+# %% ../../nbs/groups/08_fit.ipynb #73cc9c8f
 def learn(
     group: Group,
     fit: Fit,
