@@ -31,6 +31,7 @@ from psgd_lit.derivatives import (
     check_parameters,
     closure_derivatives,
     draw_by_parameter,
+    histories,
     stored_derivatives,
     used_derivatives,
     warn_unless_averaged,
@@ -381,6 +382,7 @@ class PSGD(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         group |= {"t": head["t"], "skipped": head["skipped"]}
+        histories(group["params"])
 
     @property
     def due(self) -> bool:
