@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['HVP', 'draw_probes', 'draw_by_parameter', 'active_parameters', 'check_parameters', 'Derivatives', 'History',
-           'histories', 'stored_derivatives', 'run_closure', 'Aside', 'closure_derivatives', 'mean_over_ranks',
-           'warn_unless_averaged', 'used_derivatives', 'amp_scale', 'without_autocast']
+           'histories', 'stored_derivatives', 'run_closure', 'Aside', 'warn_if_unsteady', 'closure_derivatives',
+           'mean_over_ranks', 'warn_unless_averaged', 'used_derivatives', 'amp_scale', 'without_autocast']
 
 # %% ../nbs/09_derivatives.ipynb #160e892f
 import warnings
@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .affine import as_real
 from psgd_lit.hvp import (
+    PAPER_STEP,
     differentiate_gradient,
     hvp_approx,
     hvp_exact,
@@ -234,12 +235,13 @@ def _stored_product(
     filled = _filled(gradient, params)
     if hvp == "whiten":
         return [g.detach() for g in filled]
-    if hvp != "exact" or not _differentiable(params):
+    product = differentiate_gradient(filled, params, probe) if hvp == "exact" else None
+    if product is None or not _differentiable(params):
         raise RuntimeError(
             f'hvp="{hvp}" cannot fit the preconditioner to the gradients in .grad'
             f"{_NO_GRAPH if hvp == 'exact' else '.'}\n{_WAYS}"
         )
-    return differentiate_gradient(filled, params, probe)
+    return product
 
 # %% ../nbs/09_derivatives.ipynb #new66
 def _drop_graphs(params: Sequence[Tensor]) -> None:
@@ -359,12 +361,59 @@ class Aside:
                     p.grad.add_(found) if how == "added" else p.grad.copy_(found)
         return [None if p.grad is None else p.grad.detach() for p in self._params]
 
+# %% ../nbs/09_derivatives.ipynb #new76
+def _length(tensors: Iterable[Tensor | None]) -> float:
+    """Return the Euclidean norm of some tensors together."""
+    lengths = [float(torch.linalg.vector_norm(x)) for x in tensors if x is not None]
+    return sum(length**2 for length in lengths) ** 0.5
+
+
+def warn_if_unsteady(
+    first: Sequence[Tensor | None], second: Sequence[Tensor | None], product: Sequence[Tensor]
+) -> None:
+    """Warn if two gradients at the same point differ too much for a difference of gradients over `PAPER_STEP`.
+
+    Args:
+        first: the gradient of one call of a closure, None where a parameter is unused.
+        second: that of another.
+        product: the product that the difference has given.
+    """
+    noise = _length(
+        a if b is None else b if a is None else a - b
+        for a, b in zip(first, second, strict=True)
+    )
+    rounding = max(torch.finfo(h.dtype).eps for h in product) * _length(second)
+    if noise > 16 * rounding and noise > 0.1 * PAPER_STEP * _length(product):
+        warnings.warn(
+            "two calls of the closure at the same point give different gradients, and hvp=\"approx\" takes their "
+            'difference for curvature: use hvp="exact", or make the closure the same function at each call (data and '
+            "random numbers from outside or from torch's own generator, spectral_norm and the like in eval mode)",
+            stacklevel=7,
+        )
+
+# %% ../nbs/09_derivatives.ipynb #new79
+def _difference(
+    closure: Callable[[], Any], params: Sequence[Tensor], probe: Sequence[Tensor], again: bool
+) -> Derivatives:
+    """Return the derivatives by a difference of gradients, and if asked look whether the closure is one function."""
+    aside, first = Aside(params), None
+    if again:
+        with torch.random.fork_rng({p.device for p in params if p.is_cuda}):
+            first = aside.evaluate(closure, params)[1]
+    found = hvp_approx(closure, params, probe, evaluate=aside.evaluate)
+    if first is not None:
+        warn_if_unsteady(first, found.gradient, found.product)
+    left = aside.settle()
+    gradient = left if aside.called_backward else found.gradient
+    return Derivatives(found.loss, gradient, found.product)
+
 # %% ../nbs/09_derivatives.ipynb #d6d06219
 def closure_derivatives(
     closure: Callable[[], Any],
     params: Sequence[Tensor],
     probe: Sequence[Tensor] | None,
     hvp: str,
+    again: bool = False,
 ) -> Derivatives:
     """Run a closure, whether it calls `backward` or not, and differentiate its loss.
 
@@ -377,18 +426,17 @@ def closure_derivatives(
         params: the parameters.
         probe: one tensor for each parameter, or None if only the gradient is wanted.
         hvp: one of `HVP`.
+        again: for "approx", whether to call the closure once more and warn if it is no longer the same function.
 
     Raises:
         RuntimeError: if the closure called `backward` in a way from which the product cannot be had.
         ValueError: if a loss that must follow the parameters was computed before the closure ran.
     """
-    if probe is not None and hvp in ("approx", "forward"):
+    if probe is not None and hvp == "approx":
+        return _difference(closure, params, probe, again)
+    if probe is not None and hvp == "forward":
         aside = Aside(params)
-        found = (
-            hvp_approx(closure, params, probe, evaluate=aside.evaluate)
-            if hvp == "approx"
-            else hvp_forward(lambda: aside.run(closure), params, probe)
-        )
+        found = hvp_forward(lambda: aside.run(closure), params, probe)
         left = aside.settle()
         return Derivatives(
             found.loss, left if aside.called_backward else found.gradient, found.product

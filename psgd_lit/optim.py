@@ -436,7 +436,7 @@ class PSGD(torch.optim.Optimizer):
         found = (
             stored_derivatives(*given)
             if closure is None
-            else closure_derivatives(closure, *given)
+            else closure_derivatives(closure, *given, again=head["t"] % 1000 == 0)
         )
         warn_unless_averaged(params, self.process_group)
         factor = (-1.0 if head["maximize"] else 1.0) / scale
