@@ -5,7 +5,8 @@ __all__ = ['HVP', 'draw_probes', 'draw_by_parameter', 'active_parameters', 'chec
            'histories', 'stored_derivatives', 'run_closure', 'Aside', 'warn_if_unsteady', 'closure_derivatives',
            'mean_over_ranks', 'warn_unless_averaged', 'used_derivatives', 'amp_scale', 'without_autocast']
 
-# %% ../nbs/09_derivatives.ipynb #160e892f
+# %% ../nbs/09_derivatives.ipynb #91d809be
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -102,7 +103,7 @@ def check_parameters(params: Iterable[Tensor]) -> None:
                 "contiguous, or expand it in the loss"
             )
 
-# %% ../nbs/09_derivatives.ipynb #de938edf
+# %% ../nbs/09_derivatives.ipynb #7c3ad3f5
 _WAYS = """Three ways to call step:
   opt.step(lambda: loss_fn(model(x), y))      a closure that returns the loss and calls no backward: for every hvp
   opt.step(closure)                           a closure that calls backward() and returns the loss: for hvp="approx" and
@@ -130,7 +131,7 @@ class Derivatives(NamedTuple):
     gradient: Sequence[Tensor | None]
     product: Sequence[Tensor] | None
 
-# %% ../nbs/09_derivatives.ipynb #new60
+# %% ../nbs/09_derivatives.ipynb #2eb9ea5f
 class _Mark:
     """What tells one content of `.grad` from another: the tensor, and how often it was written to."""
 
@@ -161,7 +162,7 @@ class History:
         self._whole, self._left = False, _Mark(None)
         self.begin()
         p.register_hook(self._before)  # type: ignore[no-untyped-call]
-        p.register_post_accumulate_grad_hook(self._after)
+        p.register_post_accumulate_grad_hook(self._after)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Take note of what is in `.grad`."""
@@ -172,11 +173,11 @@ class History:
         p = self._p()
         return _Mark(None if p is None else p.grad)
 
-    @unserializable_hook
+    @unserializable_hook  # type: ignore[untyped-decorator]
     def _before(self, _: Tensor) -> None:
         self._latest, self._found = torch.is_grad_enabled(), self._now()
 
-    @unserializable_hook
+    @unserializable_hook  # type: ignore[untyped-decorator]
     def _after(self, p: Tensor) -> None:
         self._whole = bool(self._latest) and (
             self._whole or not self._found.matches(self._left)
@@ -195,7 +196,7 @@ class History:
         """Take note that what is in `.grad` has lost its graph."""
         self._whole, self._left = False, self._now()
 
-# %% ../nbs/09_derivatives.ipynb #new63
+# %% ../nbs/09_derivatives.ipynb #bb6abbc1
 _HISTORIES = WeakTensorKeyDictionary()
 
 
@@ -205,7 +206,7 @@ def histories(params: Iterable[Tensor]) -> list[History | None]:
     for p in params:
         if p.requires_grad and p not in _HISTORIES:
             _HISTORIES[p] = History(p)
-    return [_HISTORIES.get(p) for p in params]
+    return [_HISTORIES.get(p) for p in params]  # type: ignore[no-untyped-call]
 
 # %% ../nbs/09_derivatives.ipynb #b1ff1db0
 def _filled(gradient: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
@@ -213,7 +214,7 @@ def _filled(gradient: Sequence[Tensor | None], params: Sequence[Tensor]) -> list
     pairs = zip(gradient, params, strict=True)
     return [torch.zeros_like(p) if g is None else g for g, p in pairs]
 
-# %% ../nbs/09_derivatives.ipynb #84ceb5fe
+# %% ../nbs/09_derivatives.ipynb #47fe0c8f
 def _differentiable(params: Sequence[Tensor]) -> bool:
     """Whether all gradients in `.grad` carry their graph or are known to be constant."""
     stored = [(h, p.grad) for h, p in zip(histories(params), params, strict=True)]
@@ -243,7 +244,7 @@ def _stored_product(
         )
     return product
 
-# %% ../nbs/09_derivatives.ipynb #new66
+# %% ../nbs/09_derivatives.ipynb #f31b7834
 def _drop_graphs(params: Sequence[Tensor]) -> None:
     """Detach what is in `.grad`, in place where torch allows it."""
     for p, history in zip(params, histories(params), strict=True):
@@ -256,7 +257,7 @@ def _drop_graphs(params: Sequence[Tensor]) -> None:
         else:
             p.grad.detach_()
 
-# %% ../nbs/09_derivatives.ipynb #9bc24ac6
+# %% ../nbs/09_derivatives.ipynb #ef952a67
 def stored_derivatives(
     params: Sequence[Tensor], probe: Sequence[Tensor] | None, hvp: str
 ) -> Derivatives:
@@ -279,7 +280,7 @@ def stored_derivatives(
         _drop_graphs(params)
     return Derivatives(None, [None if g is None else g.detach() for g in gradient], product)
 
-# %% ../nbs/09_derivatives.ipynb #8f9361af
+# %% ../nbs/09_derivatives.ipynb #9dd1d8b8
 def run_closure(closure: Callable[[], Any], params: Sequence[Tensor]) -> tuple[Any, bool]:
     """Run a closure with gradients enabled.
 
@@ -302,8 +303,10 @@ def _value(loss: Any) -> Any:
     """Return a loss without its graph."""
     return loss.detach() if isinstance(loss, Tensor) else loss
 
-# %% ../nbs/09_derivatives.ipynb #new71
-def _outcome(p: Tensor, zeros: Tensor | None, history: History | None) -> tuple[Tensor | None, str]:
+# %% ../nbs/09_derivatives.ipynb #09cfae74
+def _outcome(
+    p: Tensor, zeros: Tensor | None, history: History | None
+) -> tuple[Tensor | None, str]:
     """Return what a call has left in the place of some zeros, and how it came there: kept, put, added or written."""
     if zeros is None or p.grad is None:
         return None if p.grad is None else p.grad.detach(), "put"
@@ -313,7 +316,7 @@ def _outcome(p: Tensor, zeros: Tensor | None, history: History | None) -> tuple[
         return p.grad.detach(), "added"
     return p.grad.detach(), "written" if p.grad is zeros else "put"
 
-# %% ../nbs/09_derivatives.ipynb #new74
+# %% ../nbs/09_derivatives.ipynb #5606dd08
 class Aside:
     """Gradients in `.grad` that are put aside while a closure runs that may call `backward`.
 
@@ -361,11 +364,11 @@ class Aside:
                     p.grad.add_(found) if how == "added" else p.grad.copy_(found)
         return [None if p.grad is None else p.grad.detach() for p in self._params]
 
-# %% ../nbs/09_derivatives.ipynb #new76
+# %% ../nbs/09_derivatives.ipynb #0ae7b4a0
 def _length(tensors: Iterable[Tensor | None]) -> float:
     """Return the Euclidean norm of some tensors together."""
     lengths = [float(torch.linalg.vector_norm(x)) for x in tensors if x is not None]
-    return sum(length**2 for length in lengths) ** 0.5
+    return math.hypot(*lengths)
 
 
 def warn_if_unsteady(
@@ -385,13 +388,13 @@ def warn_if_unsteady(
     rounding = max(torch.finfo(h.dtype).eps for h in product) * _length(second)
     if noise > 16 * rounding and noise > 0.1 * PAPER_STEP * _length(product):
         warnings.warn(
-            "two calls of the closure at the same point give different gradients, and hvp=\"approx\" takes their "
+            'two calls of the closure at the same point give different gradients, and hvp="approx" takes their '
             'difference for curvature: use hvp="exact", or make the closure the same function at each call (data and '
             "random numbers from outside or from torch's own generator, spectral_norm and the like in eval mode)",
             stacklevel=7,
         )
 
-# %% ../nbs/09_derivatives.ipynb #new79
+# %% ../nbs/09_derivatives.ipynb #c6750771
 def _difference(
     closure: Callable[[], Any], params: Sequence[Tensor], probe: Sequence[Tensor], again: bool
 ) -> Derivatives:
@@ -407,7 +410,7 @@ def _difference(
     gradient = left if aside.called_backward else found.gradient
     return Derivatives(found.loss, gradient, found.product)
 
-# %% ../nbs/09_derivatives.ipynb #d6d06219
+# %% ../nbs/09_derivatives.ipynb #6fc0bb52
 def closure_derivatives(
     closure: Callable[[], Any],
     params: Sequence[Tensor],
@@ -485,7 +488,7 @@ def warn_unless_averaged(params: Iterable[Tensor], process_group: Any) -> None:
             stacklevel=4,
         )
 
-# %% ../nbs/09_derivatives.ipynb #c3894a90
+# %% ../nbs/09_derivatives.ipynb #09cb777a
 _UNUSED = (
     "the loss uses none of the optimizer's {} trainable parameters, and no gradient has reached them: if the model was "
     "made anew, resized, wrapped or sharded (FSDP2's fully_shard) after the optimizer was made, make the optimizer after "

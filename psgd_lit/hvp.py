@@ -4,7 +4,7 @@
 __all__ = ['Faults', 'PAPER_STEP', 'Evaluation', 'HessianVectorProduct', 'loss_and_gradient', 'SecondDerivativeError', 'checking',
            'differentiate_gradient', 'hvp_exact', 'computed_inside', 'gradient_difference', 'hvp_approx', 'hvp_forward']
 
-# %% ../nbs/05_hvp.ipynb #2dd5e4da
+# %% ../nbs/05_hvp.ipynb #94aceb78
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -95,7 +95,7 @@ def loss_and_gradient(
         _check_graph([loss])
     return loss.detach().reshape(()), grads
 
-# %% ../nbs/05_hvp.ipynb #93f2dab8
+# %% ../nbs/05_hvp.ipynb #97c5cc17
 _REFUSALS = re.compile(
     r"derivative for .* is not implemented"  # double backward through attention, cdist, cuDNN's RNN, ...
     r"|forward AD with .* does not support it"  # an operator without a forward formula
@@ -126,7 +126,7 @@ def _refusals_explained() -> Iterator[None]:
             raise SecondDerivativeError(f"{reason}. {_WAYS_OUT}") from error
         raise
 
-# %% ../nbs/05_hvp.ipynb #940448d4
+# %% ../nbs/05_hvp.ipynb #3acdfa2b
 Faults = dict[str, tuple[type[RuntimeError], str]]
 _HIDING: Faults = {
     "torch::autograd::Error": (
@@ -160,14 +160,19 @@ def _label(node: Node) -> str:
 
 def _check_graph(ends: Sequence[Tensor | None], faults: Faults = _HIDING) -> None:
     """Raise the error of the first node with a fault in the graph of some tensors."""
-    for node in _nodes(end.grad_fn for end in ends if end is not None and end.grad_fn is not None):
+    for node in _nodes(
+        end.grad_fn for end in ends if end is not None and end.grad_fn is not None
+    ):
         if _label(node) in faults:
             kind, reason = faults[_label(node)]
             raise kind(reason)
 
-# %% ../nbs/05_hvp.ipynb #new64
+# %% ../nbs/05_hvp.ipynb #130c053f
 def _wrong(operator: str, ways: str) -> tuple[type[RuntimeError], str]:
-    return SecondDerivativeError, f"torch's formula for {operator} gives a wrong product: {ways}"
+    return (
+        SecondDerivativeError,
+        f"torch's formula for {operator} gives a wrong product: {ways}",
+    )
 
 
 _WRONG_TWICE: Faults = {
@@ -186,9 +191,7 @@ _WRONG_FORWARD: Faults = {
 }
 
 
-def checking(
-    closure: Callable[[], Any], check: Callable[[Tensor], None]
-) -> Callable[[], Any]:
+def checking(closure: Callable[[], Any], check: Callable[[Tensor], None]) -> Callable[[], Any]:
     """Return the closure with a check of the loss that it returns."""
 
     def checked() -> Any:
@@ -199,7 +202,7 @@ def checking(
 
     return checked
 
-# %% ../nbs/05_hvp.ipynb #c1bee6da
+# %% ../nbs/05_hvp.ipynb #1d658604
 def differentiate_gradient(
     gradient: Sequence[Tensor | None], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
@@ -235,7 +238,7 @@ def differentiate_gradient(
             outputs, params, weights, allow_unused=True, materialize_grads=True
         )
 
-# %% ../nbs/05_hvp.ipynb #52f3ab8b
+# %% ../nbs/05_hvp.ipynb #c9ec074e
 def hvp_exact(
     closure: Callable[[], Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> HessianVectorProduct:
@@ -261,7 +264,7 @@ def hvp_exact(
     detached = tuple(None if g is None else g.detach() for g in gradient)
     return HessianVectorProduct(loss, detached, product)
 
-# %% ../nbs/05_hvp.ipynb #new61
+# %% ../nbs/05_hvp.ipynb #08110541
 _ELSEWHERE = (
     "the loss, or a part of it such as the prediction, was computed from the parameters before the closure ran, and "
     "doesn't follow them to another point: compute all of it in the closure, from the model's call on"
@@ -276,14 +279,12 @@ def _held_node(p: Tensor) -> Node | None:
     """Return the node of a parameter if a graph holds it already, None if nobody has used the parameter."""
     token = _Token()
     alive = weakref.ref(token)
-    get_gradient_edge(p).node.metadata[_Token] = token
+    get_gradient_edge(p).node.metadata[_Token] = token  # type: ignore[index]
     del token
     return None if alive() is None else get_gradient_edge(p).node
 
 
-def computed_inside(
-    closure: Callable[[], Any], params: Sequence[Tensor]
-) -> Callable[[], Any]:
+def computed_inside(closure: Callable[[], Any], params: Sequence[Tensor]) -> Callable[[], Any]:
     """Return the closure with a check that what it returns was computed from the parameters within the call.
 
     Raises:
@@ -322,7 +323,7 @@ def _displaced(
             for p, h in zip(params, home, strict=True):
                 p.copy_(h)
 
-# %% ../nbs/05_hvp.ipynb #abdaddce
+# %% ../nbs/05_hvp.ipynb #fe98ac02
 PAPER_STEP = (
     2.0**-11.5
 )  # the standard deviation of a perturbation of variance 2^-23, Li 2018, section V.A
@@ -356,10 +357,12 @@ def gradient_difference(
     # eq-hvp-approx or eq-hvp-central
     behind, width = (filled(gradient), step) if opposite is None else (opposite, 2 * step)
     return HessianVectorProduct(
-        loss, tuple(gradient), tuple((a - b) / width for a, b in zip(ahead, behind, strict=True))
+        loss,
+        tuple(gradient),
+        tuple((a - b) / width for a, b in zip(ahead, behind, strict=True)),
     )
 
-# %% ../nbs/05_hvp.ipynb #new66
+# %% ../nbs/05_hvp.ipynb #daa48d92
 def _check_precision(loss: Tensor) -> None:
     """Raise a `ValueError` if a part of the loss was computed in half precision."""
     nodes = [] if loss.grad_fn is None else [loss.grad_fn]
@@ -372,7 +375,7 @@ def _check_precision(loss: Tensor) -> None:
                 "torch.autocast(device_type, enabled=False) around this part"
             )
 
-# %% ../nbs/05_hvp.ipynb #775b7c57
+# %% ../nbs/05_hvp.ipynb #bb126d19
 def hvp_approx(
     closure: Callable[[], Tensor],
     params: Sequence[Tensor],
@@ -412,7 +415,7 @@ def hvp_approx(
     guarded = checking(computed_inside(closure, params), _check_precision)
     return gradient_difference(guarded, params, probe, step, central, evaluate)
 
-# %% ../nbs/05_hvp.ipynb #c0a8f24e
+# %% ../nbs/05_hvp.ipynb #8d1066e5
 def hvp_forward(
     closure: Callable[[], Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> HessianVectorProduct:
