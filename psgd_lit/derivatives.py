@@ -367,7 +367,7 @@ class Aside:
 # %% ../nbs/09_derivatives.ipynb #0ae7b4a0
 def _length(tensors: Iterable[Tensor | None]) -> float:
     """Return the Euclidean norm of some tensors together."""
-    lengths = [float(torch.linalg.vector_norm(x)) for x in tensors if x is not None]
+    lengths = [float(torch.linalg.vector_norm(x.to_dense())) for x in tensors if x is not None]
     return math.hypot(*lengths)
 
 
