@@ -1,21 +1,26 @@
 """What a step knows of the loss: probes, gradients and products, from closures of both kinds and from `.grad`."""
 
+import copy
 import math
+import pickle
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import HVP, fill, generator, network, quiet, same, take, ways_of, weights
+from toys import HVP, batch, fill, generator, loss_of, network, quiet, same, states, take, ways_of, weights
 
 from psgd_lit.derivatives import (
     Derivatives,
     amp_scale,
     closure_derivatives,
     draw_probes,
+    histories,
     stored_derivatives,
     used_derivatives,
 )
@@ -140,15 +145,14 @@ def test_products_in_closed_form(hvp, way, due):
     if due and way not in ways_of(hvp):
         return
     task = Quartic()
-    task.unused.grad = torch.ones(2, dtype=D)  # left over from another loss
     probe = task.probe if due else None
     if way == "returns":
+        task.unused.grad = torch.ones(2, dtype=D)  # left over from another loss
         found = closure_derivatives(task.loss, task.params, probe, hvp)
     elif way == "calls backward":
         closure = lambda: task.backward(create_graph=hvp == "exact")  # noqa: E731
         found = closure_derivatives(closure, task.params, probe, hvp)
     else:
-        task.unused.grad = None
         task.backward(create_graph=True)
         found = stored_derivatives(task.params, probe, hvp)
     check(task, found, due, rtol=1e-2 if hvp == "approx" else 1e-12)
@@ -200,6 +204,308 @@ def test_a_closure_may_return_a_number():
         )
         assert float(found.loss) == pytest.approx(task.loss().item())
         check(task, found._replace(product=None), product=False)
+
+
+# Gradients that belong to the user
+
+
+@pytest.mark.parametrize("clears", ["not", "to None", "to zero"])
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("before", ["nothing", "constants", "part"])
+@pytest.mark.parametrize(("hvp", "due"), [("exact", True), ("exact", False), ("approx", True), ("whiten", True)])
+def test_what_a_closure_leaves_in_grad_is_left(clears, create_graph, before, hvp, due):
+    """Object and values as after one call without an optimizer; a gradient is the sum that stands there."""
+    if hvp == "exact" and due and not create_graph:
+        return
+    task = Quartic()
+    histories(task.params)
+
+    def closure() -> Tensor:
+        for p in task.params:
+            if clears == "to None":
+                p.grad = None
+            elif clears == "to zero" and p.grad is not None:
+                p.grad.detach_().zero_()
+        return task.backward(create_graph=create_graph)
+
+    def prepare() -> list[Tensor | None]:
+        for p in task.params:
+            p.grad = torch.full_like(p, 3.0) if before == "constants" else None
+        if before == "part":
+            (2 * task.loss()).backward(create_graph=create_graph)
+        return [p.grad for p in task.params]
+
+    given = prepare()
+    with quiet():
+        closure()
+    expected = [None if p.grad is None else p.grad.detach().clone() for p in task.params]
+    same_object = [p.grad is g for p, g in zip(task.params, given, strict=True)]
+    given = prepare()
+    found = closure_derivatives(closure, task.params, task.probe if due else None, hvp)
+    for p, g, values, kept in zip(task.params, given, expected, same_object, strict=True):
+        assert (p.grad is None) == (values is None)
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, values, rtol=1e-12, atol=1e-12)
+            assert not p.grad.requires_grad
+            assert p.grad is g or not kept
+    for g, values in zip(found.gradient, expected, strict=True):
+        assert (g is None) == (values is None)
+        assert g is None or torch.allclose(g, values, rtol=1e-12)
+    if hvp == "approx":
+        check(task, found._replace(gradient=[*task.expected()[0], None]), product=True, rtol=1e-2)
+    elif hvp == "exact" and due:
+        share = 3 if before == "part" and clears == "not" else 1
+        for h, other in zip(found.product, task.expected()[1], strict=True):
+            torch.testing.assert_close(h, share * other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("hvp", HVP)
+@pytest.mark.parametrize("due", [True, False])
+def test_a_closure_without_backward_leaves_grad_alone(hvp, due):
+    task = Quartic()
+    given = []
+    for p in task.params:
+        p.grad = torch.full_like(p, 3.0)
+        given.append((p.grad, p.grad._version))
+    check(task, closure_derivatives(task.loss, task.params, None, hvp), product=False)
+    closure_derivatives(task.loss, task.params, task.probe if due else None, hvp)
+    for p, (g, version) in zip(task.params, given, strict=True):
+        assert p.grad is g
+        assert g._version == version
+
+
+@pytest.mark.parametrize("hvp", ["exact", "approx", "whiten"])
+def test_micro_batches_are_one_batch(hvp):
+    """The last of four goes through the step, as in trainers that accumulate; so does the whole batch."""
+
+    def train(parts: int) -> list[Tensor]:
+        net = network(D)
+        opt = PSGD(net.parameters(), lr=0.1, hvp=hvp, lr_preconditioner=1e-9 if hvp == "approx" else 0.01)
+        for _ in range(3):
+            for i in range(parts):
+                rows = slice(32 // parts * i, 32 // parts * (i + 1))
+
+                def closure(i: int = i, rows: slice = rows) -> Tensor:
+                    if i == 0:
+                        opt.zero_grad()
+                    loss = loss_of(net, rows) / parts
+                    loss.backward(create_graph=hvp == "exact")
+                    return loss
+
+                opt.step(closure) if i == parts - 1 else closure()
+        return weights(net)
+
+    torch.testing.assert_close(train(4), train(1), rtol=1e-9 if hvp != "approx" else 1e-7, atol=1e-9)
+
+
+def test_a_difference_does_not_contain_what_stood_in_grad():
+    """A gradient a billion times larger, from before, doesn't round the difference away."""
+    task = Quartic()
+    for p in task.params:
+        p.grad = torch.full_like(p, 1e12)
+    found = closure_derivatives(lambda: task.backward(create_graph=False), task.params, task.probe, "approx")
+    for h, other in zip(found.product, task.expected()[1], strict=True):
+        torch.testing.assert_close(h, other, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("hvp", ["approx", "forward"])
+def test_an_error_in_a_difference_leaves_grad_as_it_was(hvp):
+    task = Quartic()
+    task.x.grad = given = torch.ones(3, dtype=D)
+
+    def closure() -> Tensor:
+        task.backward(create_graph=False)
+        raise RuntimeError("the data ran out")
+
+    with pytest.raises(RuntimeError, match="the data ran out"):
+        closure_derivatives(closure, task.params, task.probe, hvp)
+    assert task.x.grad is given
+    assert torch.equal(given, torch.ones(3, dtype=D))
+    assert task.y.grad is None
+
+
+LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda w: (ROWS @ w).mean(),
+    "hinge": lambda w: (1 - ROWS @ w).clamp(min=0).mean(),
+    "absolute": lambda w: (ROWS @ w).abs().mean(),
+}
+ROWS = torch.randn(16, 4, dtype=D, generator=generator(5))
+
+
+@pytest.mark.parametrize("loss", LINEAR)
+@pytest.mark.parametrize("way", ["calls backward", "backward before", "by hand"])
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_a_constant_gradient_has_product_zero(loss, way, create_graph):
+    """If its graph was asked for; without, nobody knows whether it is constant."""
+    w = torch.ones(4, dtype=D, requires_grad=True)
+    opt, before = PSGD([w], lr=0.1), w.detach().clone()
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = LINEAR[loss](w)
+        if way == "by hand":
+            (w.grad,) = torch.autograd.grad(value, [w], create_graph=create_graph)
+        else:
+            value.backward(create_graph=create_graph)
+        return value
+
+    if way == "backward before":
+        closure()
+    step = opt.step if way == "backward before" else lambda: opt.step(closure)
+    if create_graph:
+        step()
+        assert not torch.equal(w, before)
+        for leaf in states(opt):
+            assert torch.equal(leaf, torch.eye(leaf.shape[-1], dtype=leaf.dtype).expand_as(leaf))
+        return
+    with pytest.raises(RuntimeError, match=r"(?s)create_graph=True in every backward.*Three ways"):
+        step()
+    assert torch.equal(w, before)
+
+
+def test_a_part_without_its_graph_is_noticed():
+    """The product of the sum can't be had from a part; a gradient that was cleared in between is no part."""
+    for clears in ("not", "to None", "to zero"):
+        task = Quartic()
+        histories(task.params)
+        task.backward(create_graph=False)
+        for p in task.params[:2]:
+            p.grad = None if clears == "to None" else p.grad
+            p.grad = p.grad.zero_() if clears == "to zero" else p.grad
+        task.backward(create_graph=True)
+        if clears == "not":
+            with pytest.raises(RuntimeError, match=r"zero_grad\(\) before the first"):
+                stored_derivatives(task.params, task.probe, "exact")
+        else:
+            check(task, stored_derivatives(task.params, task.probe, "exact"), product=True)
+
+
+def test_histories_don_t_keep_a_parameter_and_are_not_copied():
+    p = nn.Parameter(torch.ones(3))
+    (history,) = histories([p])
+    for twin in (copy.deepcopy(p), pickle.loads(pickle.dumps(p)), p.detach().clone().requires_grad_()):
+        assert histories([twin]) != [history]
+        assert len(twin._backward_hooks) == 1
+    assert histories([p]) == [history]
+    gone, watched = weakref.ref(p), weakref.ref(history)
+    del p, history, twin
+    assert gone() is None
+    assert watched() is None
+
+
+@pytest.mark.parametrize("hvp", ["exact", "approx", "whiten"])
+@pytest.mark.parametrize("answer", [None, {"loss": 1.0}, (1.0, "more"), 2.5])
+def test_a_closure_that_calls_backward_may_return_anything(hvp, answer):
+    """It is handed back as it is."""
+    net = network()
+    opt = PSGD(net.parameters(), lr=0.1, hvp=hvp, update_every=2)
+    for _ in range(2):
+        before = weights(net)
+
+        def closure() -> Any:
+            opt.zero_grad()
+            loss_of(net).backward(create_graph=hvp == "exact")
+            return answer
+
+        assert opt.step(closure) is answer
+        assert not same(before, weights(net))
+
+
+@pytest.mark.parametrize("hvp", HVP)
+@pytest.mark.parametrize("way", ["returns", "calls backward"])
+def test_a_loss_of_other_parameters_is_an_error(hvp, way):
+    """The model was made again, say; nothing has changed then. Without gradients at all a plain step does nothing."""
+    net, other = network(), network(seed=1)
+    opt, before = PSGD(net.parameters(), lr=0.1, weight_decay=0.1, hvp=hvp), weights(net)
+    assert opt.step() is None
+    with pytest.raises((RuntimeError, ValueError), match=r"none of the optimizer's 4 trainable|ran backward"):
+        take(opt, lambda: loss_of(other), way)
+    assert same(before, weights(net))
+    assert opt.param_groups[0]["t"] == 0
+    assert not opt.state
+    take(opt, lambda: loss_of(net), way if way in ways_of(hvp) else "returns")
+    assert not same(before, weights(net))
+
+
+@pytest.mark.parametrize("hvp", HVP)
+@pytest.mark.parametrize("part", ["loss", "prediction", "penalty"])
+@pytest.mark.parametrize("linear", [True, False])
+def test_a_loss_from_outside_the_closure(hvp, part, linear):
+    """Exact products differentiate the graph that is there; the others need the loss at another point."""
+    net = fill(nn.Linear(4, 2)) if linear else network()
+    opt, before = PSGD(net.parameters(), lr=0.1, hvp=hvp), weights(net)
+    x, y = batch()
+    prediction, penalty = net(x), sum(p.square().sum() for p in net.parameters())
+    loss = (prediction - y).square().mean()
+    closure = {
+        "loss": lambda: loss,
+        "prediction": lambda: (prediction - y).square().mean(),
+        "penalty": lambda: (net(x) - y).square().mean() + penalty,
+    }[part]
+    if hvp in ("exact", "whiten"):
+        opt.step(closure)
+        assert not same(before, weights(net))
+        return
+    with pytest.raises(ValueError, match=r"before the closure ran.*compute all of it in the closure"):
+        opt.step(closure)
+    assert same(before, weights(net))
+    assert opt.param_groups[0]["t"] == 0
+
+
+@pytest.mark.parametrize("hvp", ["approx", "forward"])
+def test_losses_that_are_kept_and_other_models_are_no_part_of_a_loss(hvp):
+    """A list of old losses, features of another model, a linear loss: all that is inside is inside."""
+    net, teacher = network(), network(seed=2)
+    opt, kept = PSGD(net.parameters(), lr=0.01, hvp=hvp), []
+    features = teacher(batch()[0])
+
+    def closure() -> Tensor:
+        kept.append((net(batch()[0]) * features).mean())
+        return kept[-1]
+
+    for _ in range(3):
+        opt.step(closure)
+    assert len(kept) >= 3
+
+
+# Closures that are not one function
+
+
+@pytest.mark.parametrize("kind", ["own data", "own dropout", "spectral norm"])
+@pytest.mark.parametrize("way", ["returns", "calls backward"])
+def test_a_closure_that_is_another_function_at_each_call(kind, way):
+    """A difference of gradients says so once, and the step is taken; an exact product has no need to."""
+    source = generator()
+    layer = nn.Linear(32, 64)
+    fill(layer, scale=0.3)
+    if kind == "spectral norm":
+        with torch.random.fork_rng([]):
+            torch.random.default_generator.manual_seed(0)
+            layer = nn.utils.parametrizations.spectral_norm(layer)
+    net = nn.Sequential(layer, nn.Tanh(), fill(nn.Linear(64, 2)))
+    x, y = (torch.randn(64, n, generator=generator(3)) for n in (32, 2))
+
+    def loss() -> Tensor:
+        data = torch.randn(64, 32, generator=source) if kind == "own data" else x
+        mask = torch.rand(64, 32, generator=source) > 0.5 if kind == "own dropout" else 1.0
+        return (net(data * mask) - y).square().mean()
+
+    before = weights(net)
+    opt = PSGD(net.parameters(), lr=1e-3, hvp="approx")
+    with pytest.warns(UserWarning, match=r'same point give different gradients.*hvp="exact"') as caught:
+        take(opt, loss, way)
+    assert [Path(w.filename).name for w in caught] == ["toys.py"]
+    take(opt, loss, way)
+    assert not same(before, weights(net))
+    take(PSGD(net.parameters(), lr=1e-3), loss, way)
+
+
+def test_a_closure_that_is_one_function_is_not_suspected():
+    """With torch's dropout, batch statistics, kinks, no curvature at all, and in single precision."""
+    stack = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 2))
+    for net in (fill(stack), fill(nn.Linear(4, 2))):
+        x, y = batch()
+        PSGD(net.parameters(), lr=0.01, hvp="approx").step(lambda net=net, x=x, y=y: (net(x) - y).abs().mean())
 
 
 def test_a_closure_that_accumulates_backward_over_parts():
@@ -262,7 +568,7 @@ def test_the_work_of_a_step(hvp, way, every):
         Counting.counts.clear()
         dues.append(opt.due)
         take(opt, lambda: Counting.apply(x).sum(), way)
-        extra = dues[-1] and hvp == "approx"
+        extra = (dues[-1] + (t == 0)) if hvp == "approx" else 0  # the first difference is looked at again
         assert Counting.counts["forward"] == 1 + extra
         assert Counting.counts["gradient"] == 1 + extra
         assert Counting.counts["product"] == (dues[-1] and hvp == "exact")
@@ -271,13 +577,13 @@ def test_the_work_of_a_step(hvp, way, every):
 
 @pytest.mark.parametrize(("hvp", "way"), [(hvp, way) for hvp in HVP for way in ways_of(hvp)])
 def test_running_statistics_move_once_a_step(hvp, way):
-    """BatchNorm's, and closures are run once; only a difference of gradients runs them twice, when Q is due."""
+    """Closures are run once, and BatchNorm sees it; a difference of gradients runs them twice, at first three times."""
     net = fill(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
     opt = PSGD(net.parameters(), lr=0.01, hvp=hvp, update_every=2)
     x = torch.randn(8, 3, generator=generator())
     for t in range(4):
         take(opt, lambda: net(x).square().mean(), way)
-        extra = (t // 2 + 1) if hvp == "approx" else 0
+        extra = (t // 2 + 2) if hvp == "approx" else 0
         assert net[1].num_batches_tracked == t + 1 + extra
 
 
@@ -343,18 +649,22 @@ def error_of(call: Callable[[], Any]) -> str:
 
 def test_a_closure_that_raises_leaves_all_as_it_was():
     """Also in the middle of a difference, with parameters moved: they come back bit for bit."""
-    for hvp in HVP:
+    for hvp, last in {"exact": 1, "approx": 2, "forward": 1, "whiten": 1}.items():
         net = fill(network(), scale=1e-4)  # below the step, so that what is added can't be taken away again
         before = weights(net)
         opt = PSGD(net.parameters(), lr=0.1, hvp=hvp)
-        moved = []
+        calls = []
 
-        def closure(net: nn.Module = net, before: list[Tensor] = before, moved: list[bool] = moved) -> Tensor:
-            moved.append(not same(before, weights(net)))
+        def closure(
+            net: nn.Module = net, before: list[Tensor] = before, calls: list[bool] = calls, last: int = last
+        ) -> Tensor:
+            calls.append(not same(before, weights(net)))
+            if len(calls) < last:
+                return loss_of(net)
             raise RuntimeError("the data ran out")
 
         assert "the data ran out" in error_of(lambda opt=opt, closure=closure: opt.step(closure))
         assert same(before, weights(net))
-        assert moved == [hvp == "approx"]
+        assert calls == [False, True][:last]
         assert opt.param_groups[0]["t"] == 0
         assert not opt.state

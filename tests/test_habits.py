@@ -167,16 +167,6 @@ def test_other_checkpoints_change_nothing(hvp):
     torch.testing.assert_close(weights(net), weights(twin), rtol=1e-5, atol=1e-6)
 
 
-def test_a_loss_that_uses_no_parameter_changes_nothing():
-    net, other = network(), torch.ones(2, requires_grad=True)
-    opt = PSGD(net.parameters(), lr=0.1, weight_decay=0.1)
-    before = weights(net)
-    assert opt.step(lambda: other.sum()) == 2
-    assert same(before, weights(net))
-    opt.step(lambda: loss_of(net))
-    assert not same(before, weights(net))
-
-
 # Scales and step sizes -------------------------------------------------------------------------------------------
 
 

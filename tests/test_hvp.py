@@ -12,7 +12,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import mish, scaled_dot_product_attention
+from torch.nn.functional import huber_loss, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psgd_lit.hvp import (
@@ -306,10 +306,12 @@ def test_an_autocast_around_the_call_hands_out_no_stale_casts(name: str) -> None
     def loss() -> Tensor:
         return (x @ W).float().square().sum()
 
-    settings = {"step": 0.5} if CALLS[name] > 1 else {}  # a step that bfloat16 resolves
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss()  # leaves casts behind
-        found = METHODS[name](loss, [W], [v], **settings).product[0]
+        if CALLS[name] > 1:  # unguarded, with a step that bfloat16 resolves
+            found = gradient_difference(loss, [W], [v], 0.5, name == "central").product[0]
+        else:
+            found = METHODS[name](loss, [W], [v]).product[0]
     assert_close(found, 2 * x.T @ x @ v, 0.05)
 
 
@@ -480,10 +482,69 @@ def test_the_math_kernel_is_a_way_out(name: str) -> None:
 
 def test_exact_is_a_way_out_where_only_a_forward_formula_is_missing() -> None:
     x, v = parameter(4), normal(4, seed=1)
-    with pytest.raises(SecondDerivativeError, match=r'mish_backward.*hvp="exact"'):
-        hvp_forward(lambda: mish(x).sum(), [x], [v])
-    known = torch.autograd.functional.hvp(lambda y: (y * torch.tanh(y.exp().log1p())).sum(), x, v)[1]
-    assert_close(hvp_exact(lambda: mish(x).sum(), [x], [v]).product[0], known, 1e-12)
+    zeros = torch.zeros_like(x)
+    with pytest.raises(SecondDerivativeError, match=r'huber_loss_backward.*hvp="exact"'):
+        hvp_forward(lambda: huber_loss(x.sin(), zeros), [x], [v])
+    known = torch.autograd.functional.hvp(lambda y: y.sin().square().mean() / 2, x, v)[1]
+    assert_close(hvp_exact(lambda: huber_loss(x.sin(), zeros), [x], [v]).product[0], known, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["exact", "forward", "approx", "central"])
+@pytest.mark.parametrize("function", ["logdet", "solve", "mish", "silu"])
+def test_formulas_that_look_whether_they_are_differentiated(name: str, function: str) -> None:
+    x, v = parameter(3, 3), normal(3, 3, seed=1)
+    eye, right = torch.eye(3, dtype=torch.float64), normal(3, seed=2)
+    losses: dict[str, Callable[[Tensor], Tensor]] = {
+        "logdet": lambda x: torch.logdet(x.T @ x + eye),
+        "solve": lambda x: torch.linalg.solve(x.T @ x + eye, right).square().sum(),
+        "mish": lambda x: nn.functional.mish(x).square().sum(),
+        "silu": lambda x: nn.functional.silu(x).square().sum(),
+    }
+    loss = losses[function]
+    known = torch.func.jvp(torch.func.grad(loss), (x.detach(),), (v,))[1]
+    assert_close(METHODS[name](lambda: loss(x), [x], [v]).product[0], known, max(TOLERANCE[name], 1e-11))
+
+
+@difference_method
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("place", ["inside", "around"])
+def test_difference_refuses_autocast(name: str, dtype: torch.dtype, place: str) -> None:
+    W, v, x = (normal(4, 4, seed=seed, dtype=torch.float32) for seed in range(3))
+    W.requires_grad_()
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", dtype=dtype, enabled=place == "inside" or torch.is_autocast_enabled("cpu")):
+            return (x @ W).float().square().sum()
+
+    with (
+        torch.autocast("cpu", dtype=dtype, enabled=place == "around"),
+        pytest.raises(ValueError, match=rf"partly in {dtype}.*autocast\(device_type, enabled=False\)"),
+    ):
+        METHODS[name](loss, [W], [v])
+    known = 2 * x.T @ x @ v
+    assert_close(METHODS[name](lambda: (x @ W).square().sum(), [W], [v]).product[0], known, 0.01)
+    for way_out in (hvp_exact, hvp_forward):
+        assert_close(way_out(loss, [W], [v]).product[0], known, 0.05)
+
+
+@pytest.mark.parametrize("name", ["forward", "approx", "central"])
+def test_losses_from_outside(name: str) -> None:
+    """Also a part of a loss, and also where the rest is linear; what isn't made of the parameters may be outside."""
+    x, other = parameter(3), parameter(3, seed=1)
+    v, part, features = torch.ones_like(x), (x.detach() + x).sum(), other.exp()
+    for loss in (lambda: part, lambda: part + x.sin().sum(), lambda: (part * features.sum()).sin()):
+        with pytest.raises(ValueError, match="compute all of it in the closure"):
+            METHODS[name](loss, [x], [v])
+    found = METHODS[name](lambda: (x.exp() * features).sum(), [x], [v]).product[0]
+    assert_close(found, (x.exp() * features).detach(), TOLERANCE[name])
+
+
+@pytest.mark.parametrize("name", ["forward", "approx", "central"])
+def test_parameters_may_be_made_of_others(name: str) -> None:
+    """A parameter that is no leaf has a graph of its own, from before."""
+    base = parameter(3)
+    x = base * 2
+    assert_close(METHODS[name](lambda: x.sin().sum(), [x], [torch.ones_like(x)]).product[0], -x.detach().sin(), 1e-3)
 
 
 def test_compiled_function_is_explained() -> None:
