@@ -310,18 +310,23 @@ class Step(NamedTuple):
     lr: float
     max_norm: float
 
-# %% ../../nbs/experiments/04_methods.ipynb #c63d453a
+# %% ../../nbs/experiments/04_methods.ipynb #71c4e950
 _ROWS = {  # SGD, RMSProp, every method with a preconditioner
-    "addition_rnn": (0.02, 2e-4, 0.02),
-    "addition_lstm": (0.01, 1e-4, 0.05),
-    "xor_rnn": (0.01, 5e-4, 0.01),
-    "xor_lstm": (0.01, 5e-4, 0.02),
+    "addition_rnn": (Step(0.02, 1.0), 2e-4, Step(0.02, 1.0)),
+    "addition_lstm": (Step(0.01, 1.0), 1e-4, Step(0.05, 1.0)),
+    "xor_rnn": (Step(0.01, 1.0), 5e-4, Step(0.01, 1.0)),
+    "xor_lstm": (Step(0.01, 1.0), 5e-4, Step(0.02, 1.0)),
+    "mnist_cnn": (Step(0.05, math.inf), 2e-4, Step(0.02, 10.0)),
+    "cifar_autoencoder": (Step(0.2, math.inf), 2e-4, Step(0.05, math.inf)),
 }
-_EXCEPTIONS = {("addition_lstm", "dense"): Step(0.02, 1.0)}
+_EXCEPTIONS = {
+    ("addition_lstm", "dense"): Step(0.02, 1.0),
+    ("cifar_autoencoder", "splu"): Step(0.05, 10.0),
+}
 
 
 def step_size(problem: str, method: str) -> Step:
-    """Return the step size and the threshold of a method on a problem of `psgd_lit.experiments.sequences`.
+    """Return the step size and the threshold of a method on a problem of the experiments.
 
     Source: the settings of the author's program, 2018; Adam's are this library's.
 
@@ -329,9 +334,5 @@ def step_size(problem: str, method: str) -> Step:
         KeyError: if the problem is unknown.
     """
     sgd, rmsprop, preconditioned = _ROWS[problem]
-    usual = {
-        "sgd": Step(sgd, 1.0),
-        "rmsprop": Step(rmsprop, math.inf),
-        "adam": Step(1e-3, math.inf),
-    }
-    return _EXCEPTIONS.get((problem, method), usual.get(method, Step(preconditioned, 1.0)))
+    usual = {"sgd": sgd, "rmsprop": Step(rmsprop, math.inf), "adam": Step(1e-3, math.inf)}
+    return _EXCEPTIONS.get((problem, method), usual.get(method, preconditioned))
