@@ -5,7 +5,7 @@ __all__ = ['View', 'Measure', 'NAME_IT', 'GIVE_IT_BACK', 'PIECE', 'IMAGE_PROBLEM
            'shifted_view', 'plain_view', 'convolve', 'deconvolve', 'draw_matrices', 'DigitNetwork', 'Autoencoder',
            'Question', 'ImageProblem']
 
-# %% ../../nbs/experiments/03_images.ipynb #d66d34d7
+# %% ../../nbs/experiments/03_images.ipynb #f490d804
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import affine_grid, avg_pool2d, conv2d, conv_transpose2d
-from torch.nn.functional import cross_entropy, grid_sample, pad
+from torch.nn.functional import (
+    affine_grid,
+    avg_pool2d,
+    conv2d,
+    conv_transpose2d,
+    cross_entropy,
+    grid_sample,
+    pad,
+)
 
 from .image_data import Images, kept_images
 from .sequences import Batch, squared_error
