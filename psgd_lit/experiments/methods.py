@@ -175,7 +175,7 @@ class Adam(torch.optim.Adam):
         super().step()
         return loss
 
-# %% ../../nbs/experiments/04_methods.ipynb #d25f04a8
+# %% ../../nbs/experiments/04_methods.ipynb #30f7aa50
 PRECONDITIONERS: dict[str, Preconditioner] = {
     "equilibration": "esgd",
     "scan": Kron(Diagonal(), Normalization()),
@@ -210,7 +210,7 @@ def make_optimizer(
         method: a name in `METHODS`.
         params: the parameters.
         lr: step size.
-        max_norm: threshold on the norm of the direction; infinite for Adam, which has none.
+        max_norm: threshold on the norm of the direction, for all methods but Adam, which isn't clipped.
         hvp: "exact", "approx" or "forward".
         update_every: how often a preconditioner learns.
         seed: of the probes.
@@ -227,8 +227,6 @@ def make_optimizer(
         raise ValueError(
             f"{method} learns no preconditioner, and so takes no update_every={update_every!r}"
         )
-    if method == "adam" and max_norm != math.inf:
-        raise ValueError(f"adam is not clipped, and so takes no max_norm={max_norm!r}")
     if method != "adam":
         settings["max_norm"] = max_norm
     if method == "esgd":
