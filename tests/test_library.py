@@ -47,6 +47,9 @@ SAME_FLOOR = {
     "groups.combinator": "groups.",
     "groups.bordered": "groups.sparse_lu",
     "settings": "optim",
+    "experiments.digits": "experiments.image_data",
+    "experiments.image_data": "experiments.images",
+    "experiments.images": "experiments.runner",
     "experiments.sequences": "experiments.",
     "experiments.methods": "experiments.",
     "experiments.records": "experiments.",
@@ -54,7 +57,11 @@ SAME_FLOOR = {
 }
 """What is imported on its own floor, and by whom."""
 
-THIRD_PARTY = {"viz": {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy"}, "experiments.runner": {"tqdm"}}
+THIRD_PARTY = {
+    "experiments.image_data": {"PIL", "numpy", "pooch"},
+    "experiments.runner": {"tqdm"},
+    "viz": {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy"},
+}
 """What a module imports beside the standard library and torch."""
 
 HANDWRITTEN = {"__init__.py", "py.typed"}

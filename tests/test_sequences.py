@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from psgd_lit.experiments.sequences import (
     ADDITION,
+    CHUNK,
     DELAYED_XOR,
     PROBLEMS,
     Batch,
@@ -165,3 +166,17 @@ def test_error_has_no_graph() -> None:
     assert isinstance(batch, Batch)
     assert problem.loss(params, batch).requires_grad
     assert not problem.error(params, batch).requires_grad
+
+
+@pytest.mark.parametrize("count", [1, CHUNK, CHUNK + 1, 3 * CHUNK])
+@pytest.mark.parametrize("task", TASKS)
+def test_tests_come_in_pieces(task: Task, count: int) -> None:
+    """The pieces are one sample of the same generator, none larger than the limit, and their errors make up its own."""
+    problem = SequenceProblem(task, VanillaRNN(3), length=6, batch=2, steps=1)
+    params, whole = problem.init(generator()), problem.sample(count, generator(1))
+    pieces = list(problem.tests(count, generator(1)))
+    assert torch.equal(torch.cat([piece.inputs for piece in pieces], dim=1), whole.inputs)
+    assert torch.equal(torch.cat([piece.target for piece in pieces]), whole.target)
+    assert max(len(piece.target) for piece in pieces) <= CHUNK
+    mean = sum(len(piece.target) * problem.error(params, piece).item() for piece in pieces) / count
+    assert math.isclose(mean, problem.error(params, whole).item(), rel_tol=1e-5)

@@ -4,7 +4,7 @@
 __all__ = ['Row', 'planned', 'row_of', 'by_row', 'table', 'provenance', 'comparison', 'pace_of', 'progress', 'list_all', 'run_of',
            'run_one', 'compare', 'report', 'parser', 'main']
 
-# %% ../../nbs/experiments/04_plan.ipynb #bf35686b
+# %% ../../nbs/experiments/04_plan.ipynb #d01065a6
 import argparse
 import statistics
 import sys
@@ -13,8 +13,15 @@ from pathlib import Path
 
 from .methods import METHODS
 from .records import ExperimentError
-from .runner import CATALOGUE, Result, Run, Store, Training
-from .runner import load_results, train
+from psgd_lit.experiments.runner import (
+    CATALOGUE,
+    Result,
+    Run,
+    Store,
+    Training,
+    load_results,
+    train,
+)
 
 # %% ../../nbs/experiments/04_plan.ipynb #14013ac2
 _GRADIENT_ONLY = ("sgd", "rmsprop", "adam")

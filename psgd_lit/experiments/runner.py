@@ -5,7 +5,7 @@ __all__ = ['CATALOGUE', 'RECORD_EVERY', 'TEST_SAMPLES', 'FINAL_SAMPLES', 'CONFIR
            'Training', 'pack', 'unpack', 'thin', 'Result', 'result_of', 'load_result', 'load_results', 'Store',
            'stop_signals', 'progress_bar', 'train']
 
-# %% ../../nbs/experiments/04_runner.ipynb #93eccde2
+# %% ../../nbs/experiments/04_runner.ipynb #468e653d
 import contextlib
 import json
 import math
@@ -22,13 +22,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .methods import METHODS, as_text, checked_settings
-from .methods import make_optimizer, step_size
-from .records import ExperimentError, Stopwatch, check_clean, environment
-from .records import Times, locked, write_atomically
+from .images import IMAGE_PROBLEMS
+from psgd_lit.experiments.methods import (
+    METHODS,
+    as_text,
+    checked_settings,
+    make_optimizer,
+    step_size,
+)
+from psgd_lit.experiments.records import (
+    ExperimentError,
+    Stopwatch,
+    Times,
+    check_clean,
+    environment,
+    locked,
+    write_atomically,
+)
 from .sequences import PROBLEMS, SequenceProblem
 
-# %% ../../nbs/experiments/04_runner.ipynb #f4beaf45
+# %% ../../nbs/experiments/04_runner.ipynb #aeb028e9
 class Problem(Protocol):
     """What the runner asks of a problem.
 
@@ -67,7 +80,7 @@ class Problem(Protocol):
         """Return the error that is reported, a mean over the batch without a graph."""
 
 
-CATALOGUE: dict[str, Problem] = {**PROBLEMS}
+CATALOGUE: dict[str, Problem] = {**PROBLEMS, **IMAGE_PROBLEMS}
 
 # %% ../../nbs/experiments/04_runner.ipynb #9616509d
 @dataclass(frozen=True)
