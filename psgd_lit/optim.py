@@ -31,7 +31,6 @@ from psgd_lit.derivatives import (
     check_parameters,
     closure_derivatives,
     draw_by_parameter,
-    histories,
     stored_derivatives,
     used_derivatives,
     warn_unless_averaged,
@@ -382,7 +381,6 @@ class PSGD(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         group |= {"t": head["t"], "skipped": head["skipped"]}
-        histories(group["params"])
 
     @property
     def due(self) -> bool:
@@ -436,7 +434,7 @@ class PSGD(torch.optim.Optimizer):
         found = (
             stored_derivatives(*given)
             if closure is None
-            else closure_derivatives(closure, *given, again=head["t"] % 1000 == 0)
+            else closure_derivatives(closure, *given)
         )
         warn_unless_averaged(params, self.process_group)
         factor = (-1.0 if head["maximize"] else 1.0) / scale
