@@ -32,7 +32,6 @@ from psgd_lit.derivatives import (
     check_parameters,
     closure_derivatives,
     draw_by_parameter,
-    histories,
     stored_derivatives,
     used_derivatives,
     warn_unless_averaged,
@@ -414,7 +413,6 @@ class PSGD(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         group |= {name: head[name] for name in ("t", "skipped", "dropped")}
-        histories(group["params"])
 
     @property
     def due(self) -> bool:
@@ -483,7 +481,7 @@ class PSGD(torch.optim.Optimizer):
         found = (
             stored_derivatives(*given)
             if closure is None
-            else closure_derivatives(closure, *given, again=head["t"] % 1000 == 0)
+            else closure_derivatives(closure, *given)
         )
         warn_unless_averaged(params, self.process_group)
         overflow, shared = getattr(self, "found_inf", None), self.process_group is not None

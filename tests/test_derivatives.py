@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from toys import HVP, batch, fill, generator, loss_of, network, quiet, same, states, take, ways_of, weights
 
+from psgd_lit.closures import histories
 from psgd_lit.derivatives import (
     Derivatives,
     amp_scale,
     closure_derivatives,
     draw_probes,
-    histories,
     stored_derivatives,
     used_derivatives,
 )

@@ -15,10 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import huber_loss, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from psgd_lit.graphs import SecondDerivativeError
 from psgd_lit.hvp import (
     PAPER_STEP,
     HessianVectorProduct,
-    SecondDerivativeError,
     gradient_difference,
     hvp_approx,
     hvp_exact,

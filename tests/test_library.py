@@ -18,6 +18,7 @@ FLOORS = {
     "blocks": 1,
     "buckets": 2,
     "claims": None,
+    "closures": 0,
     "costs": 1,
     "criterion": None,
     "derivatives": 1,
@@ -33,6 +34,7 @@ FLOORS = {
     "groups.protocol": 0,
     "groups.sparse_lu": 0,
     "groups.triangular": 0,
+    "graphs": 0,
     "hvp": 0,
     "optim": 3,
     "problems": None,
@@ -45,6 +47,7 @@ FLOORS = {
 SAME_FLOOR = {
     "groups.protocol": "groups.",
     "groups.combinator": "groups.",
+    "graphs": "hvp",
     "groups.bordered": "groups.sparse_lu",
     "settings": "optim",
     "experiments.digits": "experiments.image_data",

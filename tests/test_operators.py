@@ -10,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations as normed
 
-from psgd_lit.hvp import SecondDerivativeError, hvp_exact, hvp_forward
+from psgd_lit.graphs import SecondDerivativeError
+from psgd_lit.hvp import hvp_exact, hvp_forward
 
 pytestmark = [
     pytest.mark.slow,
@@ -356,8 +357,8 @@ def outcome(name: str, method: str) -> str:
 
 @pytest.fixture
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psgd_lit.hvp._WRONG_TWICE", {})
-    monkeypatch.setattr("psgd_lit.hvp._WRONG_FORWARD", {})
+    monkeypatch.setattr("psgd_lit.hvp.WRONG_TWICE", {})
+    monkeypatch.setattr("psgd_lit.hvp.WRONG_FORWARD", {})
 
 
 @pytest.mark.parametrize("method", METHODS)
