@@ -53,7 +53,7 @@ def on_and_off(group: Group, share: Tensor, steps: int, members: int = 60, lr: f
 
 @pytest.mark.parametrize("group", VECTOR_GROUPS, ids=repr)
 def test_a_coordinate_goes_where_the_criterion_says_and_a_dead_one_is_held(group):
-    """P is the root of one over the share, as equation (12) gives it with the zeros counted, and 1 where nothing is met."""
+    """P is the root of one over the share, as in equation (12) with the zeros counted, and 1 where nothing is met."""
     share = torch.tensor([1.0, 0.1, 0.3, 0.0, 1.0], dtype=torch.float64)
     found = on_and_off(group, share, steps=900).exp()
     alive = share > 0
@@ -63,7 +63,7 @@ def test_a_coordinate_goes_where_the_criterion_says_and_a_dead_one_is_held(group
 
 @pytest.mark.parametrize("factor", [Diagonal(), Triangular()], ids=repr)
 def test_rows_of_a_kronecker_product(factor):
-    """Rows that are met together, as those of an embedding, get the level of their share; a dead row keeps its factor."""
+    """Rows that are met together, as in an embedding, get the level of their share; a dead row keeps its factor."""
     group, source = Kron(factor, Triangular()), torch.Generator().manual_seed(2)
     share = torch.tensor([0.8, 0.2, 0.05, 0.0], dtype=torch.float64)
     fit, logs = start(group, group.init((4, 2), (60,), dtype=torch.float64)), []
@@ -92,7 +92,7 @@ def test_what_dies_is_held(group):
         v = normal(n, 1, seed=t)
         fit = learn(group, fit, v, 0 * v, 0.1)
     assert same_bits(before, fit.Q)
-    assert fit.count == 60
+    assert fit.pairs == 60
     torch.testing.assert_close(fit.share, torch.full((n,), 40 / 60, dtype=torch.float64))
 
 
@@ -192,7 +192,7 @@ def test_bad_and_untrusted_members_keep_every_bit(group, normalizer):
     for old, new in zip(leaves(tuple(fit)), leaves(tuple(after)), strict=True):
         assert torch.equal(old[:3], new[:3])
     assert not torch.equal(group.matrix(fit.Q)[3], group.matrix(after.Q)[3])
-    assert after.count.tolist() == [5, 5, 5, 6]
+    assert after.pairs.tolist() == [5, 5, 5, 6]
 
 
 @EVERY_GROUP
@@ -215,13 +215,13 @@ def test_several_columns_are_several_pairs():
     fit = started(Diagonal(), 2)
     h = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 2.0]], dtype=torch.float64)
     fit = learn(Diagonal(), fit, torch.ones_like(h), h, 0.1)
-    assert fit.count == 4
+    assert fit.pairs == 4
     assert fit.share.tolist() == [0.5, 0.25]
 
 
 def test_unknown_normalizer():
     with pytest.raises(ValueError, match="pair, running"):
-        learn(Diagonal(), started(Diagonal(), 1), torch.ones(1, 1), torch.ones(1, 1), 0.1, "mean")
+        learn(Diagonal(), started(Diagonal(), 1), *normal(2, 1, 1, seed=0), 0.1, "mean")
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=repr)
@@ -231,9 +231,9 @@ def test_start(group, batch):
     fit = started(group, 4, batch)
     assert fit.peaks.shape == (*batch, group.maxima)
     assert fit.share.shape == (*batch, 4)
-    assert fit.count.shape == batch
+    assert fit.pairs.shape == batch
     assert not fit.peaks.any()
-    assert not fit.count.any()
+    assert not fit.pairs.any()
     assert (fit.share == 1).all()
     assert {leaf.dtype for leaf in leaves(tuple(fit))} == {torch.float64}
 

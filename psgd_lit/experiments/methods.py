@@ -184,7 +184,11 @@ PRECONDITIONERS: dict[str, Preconditioner] = {
     "dense": "dense",
 }
 METHODS = ("sgd", "rmsprop", "adam", "esgd", *PRECONDITIONERS)
-PAPER = {"lr_preconditioner": 0.01, "init_scale": 1.0, "normalizer": "pair"}
+PAPER: dict[str, Any] = {
+    "lr_preconditioner": 0.01,
+    "init_scale": 1.0,
+    "normalizer": "pair",
+}
 _CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": SGD,
     "rmsprop": RMSProp,

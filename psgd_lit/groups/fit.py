@@ -38,13 +38,13 @@ class Fit(NamedTuple):
         Q: the state of a group.
         peaks: roots of the largest slopes, `(*batch, maxima)`, one for each maximum of the group.
         share: the part of the pairs that met a coordinate, `(*batch, n)`.
-        count: the number of pairs so far, `(*batch,)`.
+        pairs: the number of pairs so far, `(*batch,)`.
     """
 
     Q: State
     peaks: Tensor
     share: Tensor
-    count: Tensor
+    pairs: Tensor
 
 # %% ../../nbs/groups/08_fit.ipynb #d835b394
 def start(group: Group, Q: State) -> Fit:
@@ -67,11 +67,11 @@ def updated_share(fit: Fit, h: Tensor) -> Tensor:
     """Return the shares after k more pairs.
 
     Args:
-        fit: what is known; its count includes these pairs.
+        fit: what is known; its number of pairs includes these.
         h: their products, `(*batch, n, k)`.
     """
     met = (h != 0).to(h.dtype).mean(-1)
-    weight = (h.shape[-1] / fit.count).clamp(min=_FORGETTING)
+    weight = (h.shape[-1] / fit.pairs).clamp(min=_FORGETTING)
     return fit.share.lerp(met, weight[..., None])  # eq-share
 
 # %% ../../nbs/groups/08_fit.ipynb #73cc9c8f
@@ -107,12 +107,12 @@ def learn(
     counts = largest_entry((v, h), h.dim() - 2).isfinite()
     if trusted is not None:
         counts = counts & trusted
-    count = torch.where(counts, fit.count + h.shape[-1], fit.count)
-    share = updated_share(fit._replace(count=fit.count + h.shape[-1]), h)
+    pairs = fit.pairs + h.shape[-1]
+    share = updated_share(fit._replace(pairs=pairs), h)
     share = torch.where(counts[..., None], share, fit.share)
     is_met = counts[..., None, None] & (h != 0)
     weighted = torch.where(is_met, v * share[..., None].rsqrt(), 0.0)  # eq-weighted-probe
     Q, peaks = group.update_with_peaks(
         fit.Q, fit.peaks, weighted, torch.where(is_met, h, 0.0), lr, peak_decay(normalizer)
     )
-    return Fit(Q, peaks, share, count)
+    return Fit(Q, peaks, share, torch.where(counts, pairs, fit.pairs))
