@@ -351,7 +351,8 @@ class PSGD(torch.optim.Optimizer):
 
     Example:
         >>> x = torch.tensor([-1.0, 1.0], requires_grad=True)
-        >>> opt = PSGD([x], lr=0.5, preconditioner="dense", lr_preconditioner=0.2, init_scale=0.1)
+        >>> settings = {"preconditioner": "dense", "lr_preconditioner": 0.2, "normalizer": "pair"}
+        >>> opt = PSGD([x], lr=0.5, init_scale=0.1, **settings)
         >>> for _ in range(300):
         ...     loss = opt.step(lambda: 100 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2)
         >>> x.detach()

@@ -24,7 +24,7 @@ def damp(
 ) -> Sequence[Tensor]:
     """Return the Hessian-vector products that a damped preconditioner is learned from.
 
-    Where h is exactly 0 and nothing would be learned, P then goes to 1 / lambda.
+    A coordinate whose h is always exactly 0, which a fit would hold where it is, then goes to P = 1 / lambda.
 
     Args:
         product: h, one tensor for each parameter.
