@@ -254,7 +254,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     largest = torch._foreach_norm(real, math.inf, dtype=dtype)
     return torch.stack([x.to(real[0].device) for x in largest]).isfinite().all()
 
-# %% ../nbs/10_psgd.ipynb #6634bb44
+# %% ../nbs/10_psgd.ipynb #a563ea83
 def fits(
     active: Iterable[tuple[dict[str, Any], Bucket]],
     probes: Mapping[Tensor, Tensor],
@@ -298,7 +298,7 @@ def word_of_dropped_fits(groups: Sequence[Mapping[str, Any]]) -> str | None:
         "gradient was: see opt.dropped_fits; an operator such as norm or sqrt has no second derivative at 0"
     )
 
-# %% ../nbs/10_psgd.ipynb #51bc99c5
+# %% ../nbs/10_psgd.ipynb #b678149b
 class PSGD(torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 

@@ -11,7 +11,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-# %% ../nbs/07_regularisation.ipynb #4d84f391
+# %% ../nbs/07_regularisation.ipynb #58d4e6f4
 DAMPING_KINDS = ("nonconvex", "traditional")
 
 
