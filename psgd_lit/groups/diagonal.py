@@ -106,7 +106,7 @@ def running_rms(rms: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     columns = ((weight / x.shape[-1]).sqrt()[..., None] * x).unbind(-1)
     return reduce(torch.hypot, columns, (1 - weight).sqrt() * rms)  # eq-running-rms
 
-# %% ../../nbs/groups/03_diagonal.ipynb #4222d256
+# %% ../../nbs/groups/03_diagonal.ipynb #4e3e9aff
 @dataclass(frozen=True)
 class Equilibration(Diagonal):
     """Diagonal matrices learned in closed form, `P = diag(sqrt(E[v v] / E[h h]))`: equilibrated SGD.

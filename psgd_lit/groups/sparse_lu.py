@@ -93,7 +93,7 @@ class SparseLU(Group):
 
     def descent(self, E: State, lr: float | Tensor, least: Tensor) -> tuple[State, Tensor]:
         """Return the descents of L and of U^T, each with a maximum of its own; one that overflows is zero."""
-        each = zip(E, least.split(1, -1), strict=True)
+        each = zip(E, torch.split(least, 1, -1), strict=True)
         steps, maxima = zip(*(self.half.descent(e, lr, m) for e, m in each), strict=True)
         finite = [m.isfinite() for m in maxima]
         moves = tuple(
