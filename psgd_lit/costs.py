@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
-from time import thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +89,7 @@ def update_cost(group: Group, dimensions: tuple[int, ...]) -> Cost:
 
 # %% ../nbs/13_family.ipynb #01b8e7e6
 def time_update(group: Group, dimensions: tuple[int, ...], seconds: float = 0.03) -> float:
-    """Return the microseconds of processor time of one update from one pair in float32, on one thread, as a median.
+    """Return the microseconds of one update from one pair in float32, on one thread, as a median.
 
     Args:
         group: the form.
@@ -100,7 +99,7 @@ def time_update(group: Group, dimensions: tuple[int, ...], seconds: float = 0.03
     generator = torch.Generator().manual_seed(0)
     v, h = torch.randn(2, prod(dimensions), 1, generator=generator)
     names = {"group": group, "Q": group.init(group.shape_for(dimensions)), "v": v, "h": h}
-    timer = Timer("group.update(Q, v, h, lr=0.01)", globals=names, timer=thread_time)
+    timer = Timer("group.update(Q, v, h, lr=0.01)", globals=names)
     return 1e6 * float(timer.blocked_autorange(min_run_time=seconds).median)
 
 # %% ../nbs/13_family.ipynb #70b336d5
