@@ -4,7 +4,7 @@
 __all__ = ['map_leaves', 'named_leaves', 'nested_leaves', 'copied', 'started', 'Bucket', 'kind_of', 'buckets_of', 'parts_of',
            'Buckets']
 
-# %% ../nbs/09_buckets.ipynb #d52c0da8
+# %% ../nbs/09_buckets.ipynb #28b03d47
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, count, pairwise
 from typing import Any
@@ -58,7 +58,7 @@ def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
     return {name: map_leaves(copy, value) for name, value in state.items()}
 
-# %% ../nbs/09_buckets.ipynb #52b726fc
+# %% ../nbs/09_buckets.ipynb #6f20bc67
 def started(choice: Choice, scale: float, device: Any = None) -> dict[str, Any]:
     """Return the state of a block that has learned nothing, Q at `scale` times the identity.
 
@@ -73,7 +73,7 @@ def started(choice: Choice, scale: float, device: Any = None) -> dict[str, Any]:
     one = group.init(shape, (block.batch,), **kind)
     return start(group, group.scale(one, torch.full((block.batch,), scale, **kind)))._asdict()
 
-# %% ../nbs/09_buckets.ipynb #91ab1d18
+# %% ../nbs/09_buckets.ipynb #51842fd8
 class Bucket:
     """Blocks of one group, shape, dtype and device, whose states are one batch.
 

@@ -254,7 +254,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     largest = torch._foreach_norm(real, math.inf, dtype=dtype)
     return torch.stack([x.to(real[0].device) for x in largest]).isfinite().all()
 
-# %% ../nbs/10_psgd.ipynb #6634bb44
+# %% ../nbs/10_psgd.ipynb #a563ea83
 def fits(
     active: Iterable[tuple[dict[str, Any], Bucket]],
     probes: Mapping[Tensor, Tensor],
@@ -298,7 +298,7 @@ def word_of_dropped_fits(groups: Sequence[Mapping[str, Any]]) -> str | None:
         "gradient was: see opt.dropped_fits; an operator such as norm or sqrt has no second derivative at 0"
     )
 
-# %% ../nbs/10_psgd.ipynb #51bc99c5
+# %% ../nbs/10_psgd.ipynb #b678149b
 class PSGD(torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
@@ -351,7 +351,8 @@ class PSGD(torch.optim.Optimizer):
 
     Example:
         >>> x = torch.tensor([-1.0, 1.0], requires_grad=True)
-        >>> opt = PSGD([x], lr=0.5, preconditioner="dense", lr_preconditioner=0.2, init_scale=0.1)
+        >>> settings = {"preconditioner": "dense", "lr_preconditioner": 0.2, "normalizer": "pair"}
+        >>> opt = PSGD([x], lr=0.5, init_scale=0.1, **settings)
         >>> for _ in range(300):
         ...     loss = opt.step(lambda: 100 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2)
         >>> x.detach()
@@ -385,13 +386,10 @@ class PSGD(torch.optim.Optimizer):
         check_process_group(process_group)
         self.process_group = process_group
         own: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        own |= {
-            "preconditioner": preconditioner,
-            "blocks": checked_blocks(() if blocks is None else blocks),
-        }
+        own |= {"preconditioner": preconditioner}
+        own |= {"blocks": checked_blocks(() if blocks is None else blocks)}
         own |= {"lr_preconditioner": lr_preconditioner, "normalizer": normalizer}
-        own |= {"init_scale": init_scale}
-        own |= {"damping": damping, "damping_kind": damping_kind}
+        own |= {"init_scale": init_scale, "damping": damping, "damping_kind": damping_kind}
         shared = {"hvp": hvp, "update_every": update_every, "max_norm": max_norm}
         shared |= {"maximize": maximize, "seed": seed}
         super().__init__(

@@ -11,7 +11,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-# %% ../nbs/07_regularisation.ipynb #4d84f391
+# %% ../nbs/07_regularisation.ipynb #58d4e6f4
 DAMPING_KINDS = ("nonconvex", "traditional")
 
 
@@ -24,7 +24,7 @@ def damp(
 ) -> Sequence[Tensor]:
     """Return the Hessian-vector products that a damped preconditioner is learned from.
 
-    Where h is exactly 0 and nothing would be learned, P then goes to 1 / lambda.
+    A coordinate whose h is always exactly 0, which a fit would hold where it is, then goes to P = 1 / lambda.
 
     Args:
         product: h, one tensor for each parameter.

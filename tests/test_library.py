@@ -29,6 +29,7 @@ FLOORS = {
     "groups.combinator": 0,
     "groups.diagonal": 0,
     "groups.direct_sum": 0,
+    "groups.fit": 0,
     "groups.kron": 0,
     "groups.normalization": 0,
     "groups.protocol": 0,

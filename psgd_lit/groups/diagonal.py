@@ -106,7 +106,7 @@ def running_rms(rms: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     columns = ((weight / x.shape[-1]).sqrt()[..., None] * x).unbind(-1)
     return reduce(torch.hypot, columns, (1 - weight).sqrt() * rms)  # eq-running-rms
 
-# %% ../../nbs/groups/03_diagonal.ipynb #4222d256
+# %% ../../nbs/groups/03_diagonal.ipynb #4e3e9aff
 @dataclass(frozen=True)
 class Equilibration(Diagonal):
     """Diagonal matrices learned in closed form, `P = diag(sqrt(E[v v] / E[h h]))`: equilibrated SGD.
@@ -114,6 +114,8 @@ class Equilibration(Diagonal):
     `update` takes running means and no step on the group, so it has no peaks and is exempt from the tests of a step:
     its derivative, descent on its own pair, and a bound on the change of Q. What is given only `a = Q h` and
     `b = Q^-T v`, as the factors of a combinator are, takes the group step of `Diagonal`.
+    The means of an entry are over the pairs whose h is not exactly zero there; `psgd_lit.groups.fit.learn` weights the
+    probes so that P is that of all pairs.
 
     State: `(rms_v, rms_h, count)`, each `(*batch, n)`: root mean squares, and the number of updates that an entry
     has learned from. P is `rms_v / rms_h`, held between the smallest normal and the largest number of its dtype.

@@ -13,7 +13,7 @@ from torch import Tensor
 from .bordered import Bordered, bordered_difference
 from .protocol import Group, State, largest_entry, power_below
 
-# %% ../../nbs/groups/06_sparse_lu.ipynb #7261f3c2
+# %% ../../nbs/groups/06_sparse_lu.ipynb #f70eb0d9
 @dataclass(frozen=True)
 class SparseLU(Group):
     """Products `Q = L U` of two sparse triangular matrices with positive diagonals.
