@@ -136,7 +136,7 @@ class Bucket:
         probe: Mapping[Tensor, Tensor],
         product: Mapping[Tensor, Tensor],
         lr: float | Tensor,
-        normalizer: str = "running",
+        normalizer: str = "pair",
         trusted: Tensor | None = None,
     ) -> dict[str, Any]:
         """Return the state that one pair (v, h) leads to.
@@ -145,7 +145,7 @@ class Bucket:
             probe: v by parameter; a block without any stays as it is.
             product: h by parameter.
             lr: normalised step size.
-            normalizer: what slopes are divided by, "running" or "pair".
+            normalizer: what slopes are divided by, "pair" or "running".
             trusted: a boolean number; if it is false, all stays as it is.
         """
         v, h = self.gather(probe), self.gather(product)

@@ -322,8 +322,8 @@ class PSGD(torch.optim.Optimizer):
         blocks: blocks of several parameters, such as `psgd_lit.affine.affine_blocks(model)`; each parameter that they
             lack is a block of its own.
         lr_preconditioner: normalised step size of Q, in (0, 1).
-        normalizer: what a slope of Q is divided by: "running", the largest one of the pairs so far, as far as they are
-            remembered, or "pair", the largest one of the pair itself, as in the paper.
+        normalizer: what a slope of Q is divided by: "pair", its own largest entry, as in the paper, or "running", the
+            largest one of the pairs so far, as far as they are remembered.
         init_scale: Q starts at this multiple of the identity, P at its square.
         hvp: "exact" (double backward), "approx" (difference of gradients), "forward" (forward over reverse), or
             "whiten", which takes the gradient for h and needs no second derivative; then `lr` is about Adam's.
@@ -351,7 +351,7 @@ class PSGD(torch.optim.Optimizer):
 
     Example:
         >>> x = torch.tensor([-1.0, 1.0], requires_grad=True)
-        >>> settings = {"preconditioner": "dense", "lr_preconditioner": 0.2, "normalizer": "pair"}
+        >>> settings = {"preconditioner": "dense", "lr_preconditioner": 0.2}
         >>> opt = PSGD([x], lr=0.5, init_scale=0.1, **settings)
         >>> for _ in range(300):
         ...     loss = opt.step(lambda: 100 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2)
@@ -370,7 +370,7 @@ class PSGD(torch.optim.Optimizer):
         preconditioner: Preconditioner = "kron",
         blocks: Iterable[Block] | None = None,
         lr_preconditioner: float = 0.01,
-        normalizer: str = "running",
+        normalizer: str = "pair",
         init_scale: float = 1.0,
         hvp: str = "exact",
         update_every: int | str | Callable[[int], int] = 1,

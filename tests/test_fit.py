@@ -35,14 +35,14 @@ def inverse_curvatures(group: Group, fit: Fit) -> Tensor:
     return (dense.mT @ dense).diagonal(dim1=-2, dim2=-1)
 
 
-def on_and_off(group: Group, share: Tensor, steps: int, members: int = 60, lr: float = 0.04) -> Tensor:
+def on_and_off(group: Group, normalizer: str, share: Tensor, steps: int, members: int = 60, lr: float = 0.04) -> Tensor:
     """The mean logarithm of diag P, where H is the identity on the coordinates that a pair meets."""
     n, source, logs = len(share), torch.Generator().manual_seed(1), []
     fit = started(group, n, (members,))
     for t in range(steps):
         v = torch.randn(members, n, 1, dtype=torch.float64, generator=source)
         met = torch.rand(members, n, 1, dtype=torch.float64, generator=source) < share[:, None]
-        fit = learn(group, fit, v, torch.where(met, v, 0.0), lr)
+        fit = learn(group, fit, v, torch.where(met, v, 0.0), lr, normalizer)
         if t > steps // 2 and t % 10 == 0:
             logs.append(inverse_curvatures(group, fit).log().mean(0))
     return torch.stack(logs).mean(0)
@@ -52,10 +52,11 @@ def on_and_off(group: Group, share: Tensor, steps: int, members: int = 60, lr: f
 
 
 @pytest.mark.parametrize("group", VECTOR_GROUPS, ids=repr)
-def test_a_coordinate_goes_where_the_criterion_says_and_a_dead_one_is_held(group):
+@EVERY_NORMALIZER
+def test_a_coordinate_goes_where_the_criterion_says_and_a_dead_one_is_held(group, normalizer):
     """P is the root of one over the share, as in equation (12) with the zeros counted, and 1 where nothing is met."""
     share = torch.tensor([1.0, 0.1, 0.3, 0.0, 1.0], dtype=torch.float64)
-    found = on_and_off(group, share, steps=900).exp()
+    found = on_and_off(group, normalizer, share, steps=900).exp()
     alive = share > 0
     torch.testing.assert_close(found[alive], share[alive].rsqrt(), rtol=0.12, atol=0)
     assert found[3] == 1
@@ -153,7 +154,8 @@ def test_gradients_of_any_scale(group, exponent):
     there = there._replace(Q=group.scale(there.Q, torch.full((members,), unit**-0.5)))
     for t in range(150):
         v, h = normal(2, members, n, 1, seed=t, dtype=torch.float32)
-        here, there = learn(group, here, v, h, 0.3), learn(group, there, v, h * unit, 0.3)
+        here = learn(group, here, v, h, 0.3, "running")
+        there = learn(group, there, v, h * unit, 0.3, "running")
     for diagonal in diagonals(group, there.Q):
         assert (diagonal > 0).all()
         assert diagonal.isfinite().all()
@@ -170,7 +172,8 @@ def test_an_outlier_is_forgotten(group):
         fit = started(group, 4, (10,))
         for t in range(1100):
             v = torch.randn(10, 4, 1, dtype=torch.float64, generator=source)
-            fit = learn(group, fit, v, curvature[:, None] * v * (outlier if t == 100 else 1), 0.03)
+            h = curvature[:, None] * v * (outlier if t == 100 else 1)
+            fit = learn(group, fit, v, h, 0.03, "running")
         worst[outlier] = (inverse_curvatures(group, fit) * curvature).log().abs().mean()
     assert worst[1e15] < worst[1.0] + 0.05
     assert worst[1.0] < 0.15
@@ -202,8 +205,8 @@ def test_a_batch_equals_its_members_one_by_one(group):
     for t in range(30):
         v, h = normal(2, 3, 4, 1, seed=t)
         h = h * (normal(3, 4, 1, seed=t + 100) > 0)
-        together = learn(group, together, v, h, 0.1)
-        fits = [learn(group, fit, v[i], h[i], 0.1) for i, fit in enumerate(fits)]
+        together = learn(group, together, v, h, 0.1, "running")
+        fits = [learn(group, fit, v[i], h[i], 0.1, "running") for i, fit in enumerate(fits)]
     for i, fit in enumerate(fits):
         member = map_leaves(lambda leaf, i=i: leaf[i], tuple(together))
         for one, other in zip(leaves(member), leaves(tuple(fit)), strict=True):
@@ -247,7 +250,8 @@ def test_hundred_thousand_noisy_steps():
     for _ in range(100):
         v, noise = torch.randn(2, 1000, len(scales), n, 1, generator=source)
         for probe, one in zip(v, noise, strict=True):
-            fit = learn(group, fit, probe, scales[:, None, None] * (probe + 0.1 * one), 0.01)
+            h = scales[:, None, None] * (probe + 0.1 * one)
+            fit = learn(group, fit, probe, h, 0.01, "running")
     for diagonal in diagonals(group, fit.Q):
         assert (diagonal > 0).all()
         assert diagonal.isfinite().all()

@@ -81,7 +81,7 @@ def learn(
     v: Tensor,
     h: Tensor,
     lr: float | Tensor,
-    normalizer: str = "running",
+    normalizer: str = "pair",
     trusted: Tensor | None = None,
 ) -> Fit:
     """Learn from k pairs of a probe `v` and its Hessian-vector product `h`, each `(*batch, n, k)`.
