@@ -298,7 +298,7 @@ def word_of_dropped_fits(groups: Sequence[Mapping[str, Any]]) -> str | None:
         "gradient was: see opt.dropped_fits; an operator such as norm or sqrt has no second derivative at 0"
     )
 
-# %% ../nbs/10_psgd.ipynb #b678149b
+# %% ../nbs/10_psgd.ipynb #b13cbac1
 class PSGD(torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
@@ -386,12 +386,19 @@ class PSGD(torch.optim.Optimizer):
         check_process_group(process_group)
         self.process_group = process_group
         own: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        own |= {"preconditioner": preconditioner}
-        own |= {"blocks": checked_blocks(() if blocks is None else blocks)}
+        own |= {
+            "preconditioner": preconditioner,
+            "blocks": checked_blocks(() if blocks is None else blocks),
+        }
         own |= {"lr_preconditioner": lr_preconditioner, "normalizer": normalizer}
         own |= {"init_scale": init_scale, "damping": damping, "damping_kind": damping_kind}
-        shared = {"hvp": hvp, "update_every": update_every, "max_norm": max_norm}
-        shared |= {"maximize": maximize, "seed": seed}
+        shared = {
+            "hvp": hvp,
+            "update_every": update_every,
+            "max_norm": max_norm,
+            "maximize": maximize,
+            "seed": seed,
+        }
         super().__init__(
             params, own | shared | {"t": 0, "skipped": 0, "dropped": 0, "parts": []}
         )
