@@ -73,7 +73,7 @@ def started(choice: Choice, scale: float, device: Any = None) -> dict[str, Any]:
     one = group.init(shape, (block.batch,), **kind)
     return start(group, group.scale(one, torch.full((block.batch,), scale, **kind)))._asdict()
 
-# %% ../nbs/09_buckets.ipynb #51842fd8
+# %% ../nbs/09_buckets.ipynb #8e538c12
 class Bucket:
     """Blocks of one group, shape, dtype and device, whose states are one batch.
 

@@ -378,7 +378,7 @@ def _private(x: int): ...
     ]
 
 
-GROUP_LINES = 200
+GROUP_LINES = 240
 
 
 def long_modules(paths: Iterable[Path]) -> Iterator[str]:
@@ -396,4 +396,4 @@ def test_groups_are_short() -> None:
 def test_length_gate(tmp_path: Path) -> None:
     for name, count in (("short", GROUP_LINES), ("long", GROUP_LINES + 1)):
         (tmp_path / f"{name}.py").write_text("x = 1\n" * count)
-    assert list(long_modules(sorted(tmp_path.glob("*.py")))) == ["long.py has 201 lines, and 200 are the limit"]
+    assert list(long_modules(sorted(tmp_path.glob("*.py")))) == ["long.py has 241 lines, and 240 are the limit"]

@@ -30,7 +30,7 @@ def peak_decay(normalizer: str) -> float:
         )
     return NORMALIZERS[normalizer]
 
-# %% ../../nbs/groups/08_fit.ipynb #d5107a7f
+# %% ../../nbs/groups/08_fit.ipynb #ce774e56
 class Fit(NamedTuple):
     """What has been learned and what is remembered of the pairs, for each member of a batch.
 
@@ -59,7 +59,7 @@ def start(group: Group, Q: State) -> Fit:
     share = torch.ones_like(none)[..., None].expand(*none.shape, group.size(Q)).clone()
     return Fit(Q, peaks, share, none)
 
-# %% ../../nbs/groups/08_fit.ipynb #d10262d9
+# %% ../../nbs/groups/08_fit.ipynb #7c1eef85
 _FORGETTING = 1e-3  # the smallest weight of a new pair in a share
 
 
@@ -74,7 +74,7 @@ def updated_share(fit: Fit, h: Tensor) -> Tensor:
     weight = (h.shape[-1] / fit.pairs).clamp(min=_FORGETTING)
     return fit.share.lerp(met, weight[..., None])  # eq-share
 
-# %% ../../nbs/groups/08_fit.ipynb #73cc9c8f
+# %% ../../nbs/groups/08_fit.ipynb #73cc8a42
 def learn(
     group: Group,
     fit: Fit,
