@@ -24,6 +24,7 @@ from psgd_lit.affine import (
 )
 from psgd_lit.blocks import choose, cover, leaves
 from psgd_lit.derivatives import draw_probes
+from psgd_lit.graphs import SecondDerivativeError
 from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.normalization import Normalization
@@ -565,6 +566,10 @@ def test_parametrized_layers(kind, hvp):
     assert sorted(map(id, held)) == sorted(map(id, net.parameters()))
     net.train(False)  # spectral_norm's power iteration would be a second random function in training
     opt = PSGD(net.parameters(), lr=0.02, blocks=blocks, hvp=hvp)
+    if (hvp, kind) == ("exact", "weight_norm"):  # whose second derivative is wrong in torch
+        with pytest.raises(SecondDerivativeError, match="weight_norm"):
+            opt.step(lambda: loss_of(net))
+        return
     lowers(opt, lambda: loss_of(net))
 
 

@@ -1377,7 +1377,7 @@ def test_31_old_checkpoints():
 
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_31_states_with_a_nest(name):
-    """States with Q as a tuple, and with no entry for the other parameters of a block, load and go on."""
+    """States with Q as a tuple, no memory, and no entry for the other parameters of a block, load and go on."""
     net, twin = network(), network()
     opt, other = (PSGD(n.parameters(), lr=0.05, preconditioner=name, blocks=affine_blocks(n)) for n in (net, twin))
     for _ in range(3):
@@ -1393,7 +1393,11 @@ def test_31_states_with_a_nest(name):
         opt.step(lambda: loss_of(net))
         other.step(lambda: loss_of(twin))
     assert same(weights(net), weights(twin))
-    assert equal(opt.state_dict(), other.state_dict())
+    here, there = (
+        [{k: x for k, x in entry.items() if k != "pairs"} for entry in o.state_dict()["state"].values() if entry]
+        for o in (opt, other)
+    )
+    assert equal(here, there)
 
 
 def spoiled(saved: dict[str, Any], how: str) -> dict[str, Any]:

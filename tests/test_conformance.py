@@ -30,6 +30,7 @@ from toys import HVP, NAMES, blocks_of, equal, generator, loss_of, network, quie
 
 from psgd_lit.affine import affine_blocks
 from psgd_lit.groups.diagonal import Diagonal
+from psgd_lit.groups.fit import Fit
 from psgd_lit.optim import PSGD
 
 
@@ -399,7 +400,7 @@ def test_state_is_not_empty_after_a_step(mode):
     line = Line()
     opt = line.optimizer({"lr": 0.1, "hvp": mode.hvp, "preconditioner": mode.preconditioner, "momentum": 0.5})
     take(opt, line.loss, ways_of(mode.hvp)[-1])
-    assert set().union(*opt.state.values()) == {"Q", "momentum"}
+    assert set().union(*opt.state.values()) == {*Fit._fields, "momentum"}
 
 
 @EVERY_MODE
