@@ -298,7 +298,7 @@ def word_of_dropped_fits(groups: Sequence[Mapping[str, Any]]) -> str | None:
         "gradient was: see opt.dropped_fits; an operator such as norm or sqrt has no second derivative at 0"
     )
 
-# %% ../nbs/10_psgd.ipynb #b13cbac1
+# %% ../nbs/10_psgd.ipynb #292d3a7d
 class PSGD(torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
