@@ -5,7 +5,7 @@ __all__ = ['is_period', 'plain', 'check_number', 'check_settings', 'check_traina
            'saved_form', 'saving', 'entries_of', 'check_entries', 'compatible', 'nested_entries', 'loadable',
            'restoring']
 
-# %% ../nbs/09_settings.ipynb #fc96c2ae
+# %% ../nbs/09_settings.ipynb #fef117de
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
         return value
     return operator.index(value) if isinstance(value, Integral) else float(value)
 
-# %% ../nbs/09_settings.ipynb #a20f0ffc
+# %% ../nbs/09_settings.ipynb #1d80b055
 _SHARED = ("hvp", "update_every", "max_norm", "maximize", "seed")
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda value: 0 <= value < math.inf, "at least 0 and finite"),
