@@ -175,7 +175,7 @@ class Adam(torch.optim.Adam):
         super().step()
         return loss
 
-# %% ../../nbs/experiments/04_methods.ipynb #30f7aa50
+# %% ../../nbs/experiments/04_methods.ipynb #b792532e
 PRECONDITIONERS: dict[str, Preconditioner] = {
     "equilibration": "esgd",
     "scan": Kron(Diagonal(), Normalization()),

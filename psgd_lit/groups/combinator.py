@@ -30,7 +30,7 @@ def one_for_each(parts: Sequence[Group], shape: Any) -> list[tuple[Group, Any]]:
         )
     return list(zip(parts, shape, strict=True))
 
-# %% ../../nbs/groups/04_combinator.ipynb #abc5220d
+# %% ../../nbs/groups/04_combinator.ipynb #7d60e8cd
 @dataclass(frozen=True, init=False, repr=False)
 class Combinator(Group):
     """Matrices that are built from one matrix of each of several groups, the parts.
@@ -111,7 +111,7 @@ class Combinator(Group):
 
     @property
     def maxima(self) -> int:
-        """How many maxima divide the slopes of a step: those of all parts."""
+        """The number of maxima that divide the slopes of a step, those of all parts."""
         return sum(p.maxima for p in self.parts)
 
     def _least(self, least: Tensor) -> Sequence[Tensor]:

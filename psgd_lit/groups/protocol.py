@@ -71,7 +71,7 @@ def step_rate(lr: float | Tensor, largest: Tensor, least: Tensor) -> Tensor:
     """Return `-lr / max(largest, least)`, of the shape of both; a slope of zeros stays one."""
     return -lr / (largest.maximum(least) + torch.finfo(largest.dtype).tiny)  # eq-step
 
-# %% ../../nbs/groups/01_lie.ipynb #f5b825d6
+# %% ../../nbs/groups/01_lie.ipynb #f71242a0
 class Group(ABC):
     """Matrices Q that keep their form when they are moved, with the means to learn P = Q^T Q on them.
 
@@ -146,7 +146,7 @@ class Group(ABC):
 
     @property
     def maxima(self) -> int:
-        """How many maxima divide the slopes of a step: here there is one."""
+        """The number of maxima that divide the slopes of a step, here one."""
         return 1
 
     def descent(self, E: State, lr: float | Tensor, least: Tensor) -> tuple[State, Tensor]:

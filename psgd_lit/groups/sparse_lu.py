@@ -13,7 +13,7 @@ from torch import Tensor
 from .bordered import Bordered, bordered_difference
 from .protocol import Group, State, largest_entry, power_below
 
-# %% ../../nbs/groups/06_sparse_lu.ipynb #f70eb0d9
+# %% ../../nbs/groups/06_sparse_lu.ipynb #e19ddb8a
 @dataclass(frozen=True)
 class SparseLU(Group):
     """Products `Q = L U` of two sparse triangular matrices with positive diagonals.
@@ -88,7 +88,7 @@ class SparseLU(Group):
 
     @property
     def maxima(self) -> int:
-        """How many maxima divide the slopes of a step: one for L and one for U."""
+        """The number of maxima that divide the slopes of a step, one for L and one for U."""
         return 2
 
     def descent(self, E: State, lr: float | Tensor, least: Tensor) -> tuple[State, Tensor]:
