@@ -141,10 +141,15 @@ def affine_block(
         pieces.append(Piece(bias, (batch, rows, as_real(bias).numel() // (batch * rows))))
     return [Block(tuple(pieces), bias is not None and not bias.is_complex())]  # eq-affine
 
-# %% ../nbs/08_affine.ipynb #788f4ca2
+# %% ../nbs/08_affine.ipynb #dcea99e7
+_CONV1D = "transformers.pytorch_utils.Conv1D"  # a linear layer that stores its inputs first
+
+
 def layer_blocks(layer: nn.Module) -> list[Block]:
     """Return the affine blocks of one layer, without those of the layers inside it; an unknown layer has none."""
     own = layer._parameters.get
+    if any(f"{kind.__module__}.{kind.__qualname__}" == _CONV1D for kind in type(layer).__mro__):
+        return affine_block(own("weight"), own("bias"), inputs_first=True)
     match layer:
         case nn.Linear():
             return affine_block(own("weight"), own("bias"))
@@ -174,12 +179,12 @@ def layer_blocks(layer: nn.Module) -> list[Block]:
             ] or affine_block(own("in_proj_weight"), own("in_proj_bias"), 3 * layer.num_heads)
     return []
 
-# %% ../nbs/08_affine.ipynb #cb2d093e
+# %% ../nbs/08_affine.ipynb #5accb498
 def affine_blocks(model: nn.Module) -> list[Block]:
     """Return the affine transformations of a model as blocks, for the argument `blocks` of the optimizer.
 
     Known are Linear, Embedding, Conv1d to Conv3d and their transposes, RNN, LSTM, GRU and their cells, and
-    MultiheadAttention. A parameter that no block holds stays a block of its own. A tied parameter belongs to the first
+    MultiheadAttention, and the Conv1D of transformers. A parameter that no block holds stays a block of its own. A tied parameter belongs to the first
     layer that uses it, and the other layers' parameters stay on their own.
 
     Source: Li 2018, section IV.A.

@@ -62,12 +62,13 @@ class ScanRule:
         """Return the group for a block of this shape."""
         return Kron(Diagonal(), Normalization()) if len(shape) == 2 else Kron(Diagonal())
 
-# %% ../nbs/08_blocks.ipynb #dcb493a9
+# %% ../nbs/08_blocks.ipynb #6060be1f
 Rule = Callable[[tuple[int, ...]], Group]
 Preconditioner = str | Group | Rule
 RULES: dict[str, Rule] = {
     "kron": KronRule(),
     "scan": ScanRule(),
+    "scan-or-kron": KronRule(),  # where a block has no constant column
     "diagonal": lambda shape: Diagonal(),
     "esgd": lambda shape: Equilibration(),
 }
@@ -192,11 +193,16 @@ def checked_blocks(blocks: Any) -> tuple[Block, ...]:
                 )
     return found
 
-# %% ../nbs/08_blocks.ipynb #0ee1e1be
+# %% ../nbs/08_blocks.ipynb #19db3f88
 MAX_DENSE = 20_000  # parameters: a dense factor of this size takes 1.6 GB in float32
 
 
-def _check_name(preconditioner: str, block: Block) -> None:
+def _label(block: Block, names: Mapping[Tensor, str]) -> str:
+    """Return the names and shapes of the parameters of a block."""
+    return ", ".join(f"{names.get(p, 'a parameter')} {tuple(p.shape)}" for p in block.params)
+
+
+def _check_name(preconditioner: str, block: Block, names: Mapping[Tensor, str]) -> None:
     """Raise a `ValueError` if a block is too large for "dense", or lacks the constant column for "scan"."""
     if preconditioner == "dense" and block.shape[0] > MAX_DENSE:
         raise ValueError(
@@ -206,26 +212,39 @@ def _check_name(preconditioner: str, block: Block) -> None:
         )
     if preconditioner == "scan" and len(block.shape) == 2 and not block.constant:
         raise ValueError(
-            f'preconditioner="scan" normalizes the inputs of a matrix with a bias, and the block of shape {block.shape} '
-            "has no column for it: pass blocks=affine_blocks(model), and layers without a bias in a param group with "
-            "another preconditioner"
+            f'preconditioner="scan" normalizes the inputs of a matrix with a bias, and {_label(block, names)} has no '
+            'column for it: pass blocks=affine_blocks(model), and for layers without a bias choose "scan-or-kron", or a '
+            "param group with another preconditioner"
         )
 
-# %% ../nbs/08_blocks.ipynb #ea7e18e7
+# %% ../nbs/08_blocks.ipynb #1ab683b6
+def _choice(rule: Rule, block: Block, names: Mapping[Tensor, str]) -> Choice:
+    """Return a block with the group that a rule gives it; an error tells which block it is."""
+    group: Any = rule(block.shape)
+    if not isinstance(group, Group):
+        raise TypeError(f"a rule must return a group, not {group!r}")
+    try:
+        return Choice(group, group.shape_for(block.shape), block)
+    except ValueError as error:
+        raise ValueError(f"{_label(block, names)}: {error}") from None
+
+
 def choose(
     preconditioner: Preconditioner,
     params: Iterable[Tensor],
     blocks: Iterable[Block] = (),
     parts: Iterable[Collection[Tensor]] | None = None,
+    names: Mapping[Tensor, str] | None = None,
 ) -> list[Choice]:
     """Choose a group for each block; parameters without entries have none.
 
     Args:
-        preconditioner: "dense" or "splu" for one flat block of all parameters; "kron", "scan", "diagonal", "esgd", a
-            group, or a rule from the shape of a block to a group, for one group a block.
+        preconditioner: "dense" or "splu" for one flat block of all parameters; "kron", "scan", "scan-or-kron",
+            "diagonal", "esgd", a group, or a rule from the shape of a block to a group, for one group a block.
         params: the parameters.
         blocks: blocks of several parameters; each parameter that they lack is a block of its own.
         parts: the parameters that take part; those of each part make one flat block. None is all in one part.
+        names: the names of parameters, for messages.
 
     Raises:
         ValueError: if the name is unknown, if a group does not fit a block, if "dense" is asked for too much, or if
@@ -243,15 +262,10 @@ def choose(
         found = [block for block in covered if not taking.isdisjoint(block.params)]
     for block in found:
         if isinstance(preconditioner, str):
-            _check_name(preconditioner, block)
-    groups = [rule(block.shape) for block in found]
-    for group in groups:
-        if not isinstance(group, Group):
-            raise TypeError(f"a rule must return a group, not {group!r}")
-    return [
-        Choice(group, group.shape_for(block.shape), block)
-        for group, block in zip(groups, found, strict=True)
-    ]
+            _check_name(preconditioner, block, names or {})
+    scans = {block for block in found if preconditioner == "scan-or-kron" and block.constant}
+    rules = [RULES["scan"] if block in scans else rule for block in found]
+    return [_choice(one, block, names or {}) for one, block in zip(rules, found, strict=True)]
 
 # %% ../nbs/08_blocks.ipynb #797d04c7
 def leaves(state: Any) -> list[Tensor]:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import Choice, choose, is_flat, leaves, state_dtype
+from .blocks import Choice, choose, is_flat, leaves, names_of, state_dtype
+from .groups.first_scale import ASLEEP, is_asleep
 from .groups.fit import Fit, learn, start
 from .groups.protocol import State
 
@@ -59,19 +60,21 @@ def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return {name: map_leaves(copy, value) for name, value in state.items()}
 
 # %% ../nbs/09_buckets.ipynb #6f20bc67
-def started(choice: Choice, scale: float, device: Any = None) -> dict[str, Any]:
+def started(choice: Choice, scale: float | str, device: Any = None) -> dict[str, Any]:
     """Return the state of a block that has learned nothing, Q at `scale` times the identity.
 
     Args:
         choice: the block and its group.
-        scale: the multiple.
+        scale: the multiple; "auto" leaves it to the first pair.
         device: where the state lives; None is that of the block's parameters.
     """
     group, shape, block = choice
     place = block.params[0].device if device is None else device
     kind: dict[str, Any] = {"dtype": state_dtype(block.params), "device": place}
     one = group.init(shape, (block.batch,), **kind)
-    return start(group, group.scale(one, torch.full((block.batch,), scale, **kind)))._asdict()
+    first = ASLEEP if isinstance(scale, str) else scale
+    multiple = torch.full((block.batch,), first, **kind)
+    return start(group, group.scale(one, multiple))._asdict()
 
 # %% ../nbs/09_buckets.ipynb #8e538c12
 class Bucket:
@@ -83,15 +86,16 @@ class Bucket:
         state: the batch of their states by name.
         dtype: the dtype of Q, float32 or wider.
         device: where it lives.
+        may_sleep: whether a member may still wait for its first pair.
     """
 
     def __init__(
         self,
         choices: Sequence[Choice],
-        scale: float,
+        scale: float | str,
         stored: Sequence[Mapping[str, Any] | None] = (),
     ) -> None:
-        """Start each block at `scale` times the identity, or where it is stored."""
+        """Start each block at `scale` times the identity, by its first pair if "auto", or where it is stored."""
         self.group = choices[0].group
         self.blocks = [choice.block for choice in choices]
         first = self.blocks[0].params
@@ -107,6 +111,11 @@ class Bucket:
         self.state: dict[str, Any] = {
             name: map_leaves(batch, *(state[name] for state in states)) for name in states[0]
         }
+        self.may_sleep = scale == "auto" or bool(stored)
+
+    def look(self) -> None:
+        """See whether a member sleeps, for which the host waits."""
+        self.may_sleep = bool(is_asleep(self.group, self.Q).any())
 
     @property
     def Q(self) -> State:  # noqa: N802
@@ -156,7 +165,8 @@ class Bucket:
                 for block, one in zip(self.blocks, asked, strict=True)
             ]
             trusted = torch.cat(parts) if trusted is None else trusted & torch.cat(parts)
-        fit = learn(self.group, Fit(**self.state), v, h, lr, normalizer, trusted)
+        past = Fit(**self.state)
+        fit = learn(self.group, past, v, h, lr, normalizer, trusted, begins=self.may_sleep)
         return fit._asdict()
 
     def states(self) -> list[dict[str, Any]]:
@@ -179,14 +189,14 @@ def kind_of(choice: Choice) -> tuple[Any, ...]:
 # %% ../nbs/09_buckets.ipynb #893b5b4d
 def buckets_of(
     choices: Iterable[Choice],
-    scale: float,
+    scale: float | str,
     stored: Mapping[Tensor, Mapping[str, Any]],
 ) -> list[Bucket]:
     """Collect blocks of one kind in buckets.
 
     Args:
         choices: the blocks and their groups.
-        scale: a block without a stored state starts at this multiple of the identity.
+        scale: a block without a stored state starts at this multiple of the identity, by its first pair if "auto".
         stored: states by the first parameter of a block.
     """
     kinds: dict[Any, list[Choice]] = {}
@@ -226,8 +236,9 @@ class Buckets:
     def __init__(self, groups: Sequence[dict[str, Any]], state: Any) -> None:
         """Choose a group for each block; nothing is allocated yet."""
         self.groups, self.state = groups, state
+        names = names_of(groups)
         self.choices = [
-            choose(g["preconditioner"], g["params"], g["blocks"], parts_of(g, state))
+            choose(g["preconditioner"], g["params"], g["blocks"], parts_of(g, state), names)
             for g in groups
         ]
         self._members = self._present(groups)
@@ -274,6 +285,12 @@ class Buckets:
             ]
             self._kinds, self._shown = kinds, False
         return self._buckets
+
+    def look(self) -> None:
+        """See which buckets have members that wait for their first pair; the host waits."""
+        for _, bucket in self._buckets:
+            if bucket.may_sleep:
+                bucket.look()
 
     def keep(self, fitted: Sequence[dict[str, Any]] = ()) -> None:
         """Give all buckets their fitted states, in order, if there are any; let the state be views of the buckets."""

@@ -37,7 +37,8 @@ def plain(value: Any) -> Any:
     return operator.index(value) if isinstance(value, Integral) else float(value)
 
 # %% ../nbs/09_settings.ipynb #1d80b055
-_SHARED = ("hvp", "update_every", "max_norm", "maximize", "seed")
+_SHARED = ("hvp", "update_every", "max_norm", "monotone", "maximize", "seed")
+_BY_RULE = ("init_scale", "max_norm")  # "auto" leaves these to a rule
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda value: 0 <= value < math.inf, "at least 0 and finite"),
     "lr_preconditioner": (lambda value: 0 < value < 1, "in (0, 1)"),
@@ -56,6 +57,7 @@ _NAMES = {
     "normalizer": NORMALIZERS,
     "damping_kind": DAMPING_KINDS,
     "maximize": (False, True),
+    "monotone": (False, True),
 }
 
 
@@ -72,6 +74,10 @@ def check_number(name: str, value: Any, read: bool) -> None:
         TypeError: if it is no real number.
     """
     valid, text = _RANGES[name]
+    if name in _BY_RULE:
+        text += ' or "auto"'
+        if isinstance(value, str) and value == "auto":
+            return
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not number and not (isinstance(value, Tensor) and not value.is_complex()):
         raise TypeError(f"{name} must be a number, {text}, not {value!r}")
@@ -88,8 +94,8 @@ def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool 
 
     Args:
         settings: the settings by name.
-        shared: the settings of the first group, whose `hvp`, `update_every`, `max_norm`, `maximize` and `seed` hold for
-            all.
+        shared: the settings of the first group, whose `hvp`, `update_every`, `max_norm`, `monotone`, `maximize` and
+            `seed` hold for all.
         read: whether a number in a tensor is read, for which the host waits.
 
     Raises:
@@ -211,6 +217,9 @@ def entries_of(
     return entries
 
 # %% ../nbs/09_settings.ipynb #6835d826
+_OF_PARAMETERS = ("momentum", "place", "direction")  # what a parameter keeps in its own shape
+
+
 def check_entries(
     choices: Iterable[Choice],
     entries: Mapping[Tensor, Mapping[str, Any]],
@@ -229,7 +238,7 @@ def check_entries(
     forms = {c.block.params[0]: started(c, 1.0, "meta") for c in choices}
     for p, entry in entries.items():
         form = forms.get(p, {})
-        known = named_leaves(form) | {"momentum": as_real(p)}
+        known = named_leaves(form) | {name: as_real(p) for name in _OF_PARAMETERS}
         if unknown := entry.keys() - known.keys():
             raise ValueError(
                 f"the state of {names[p]} has {', '.join(sorted(unknown))}, which PSGD doesn't know here: load the state "

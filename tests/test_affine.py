@@ -29,7 +29,7 @@ from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.normalization import Normalization
 from psgd_lit.groups.triangular import Triangular
-from psgd_lit.optim import PSGD
+from psgd_lit.optim import PAPER, PSGD
 
 D = torch.float64
 
@@ -372,7 +372,7 @@ def test_blocks_lower_the_loss(model, name):
 def test_a_run_on_blocks_is_that_of_the_group_by_hand(name):
     """Learning P for [W b] with probes and products joined, and W and b moved by its parts, step for step."""
     net, plain = network(D), network(D)
-    opt = PSGD(net.parameters(), lr=0.1, preconditioner=name, blocks=affine_blocks(net), seed=4)
+    opt = PSGD(net.parameters(), lr=0.1, preconditioner=name, blocks=affine_blocks(net), seed=4, init_scale=1.0)
     layers = [plain[0], plain[2]]
     groups, states = [], []
     for layer in layers:
@@ -409,7 +409,7 @@ def test_members_of_a_batch_are_preconditioned_apart():
     whole = torch.nn.Parameter(normal(6, 4))
     (block,) = affine_block(whole, batch=3)
     curvature = normal(6, 4, seed=5).abs()
-    opt = PSGD([whole], lr=0.1, blocks=[block], hvp="whiten")
+    opt = PSGD([whole], lr=0.1, blocks=[block], hvp="whiten", **PAPER)
     parts = [nn.Parameter(piece.clone()) for piece in whole.detach().split(2)]
     probes = draw_probes([whole], 0, 0)[0].split(2)
     group = Kron(Triangular(), Triangular())

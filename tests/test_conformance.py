@@ -611,7 +611,7 @@ def test_copies_keep_all_and_go_on_alone(mode, duplicate):
 @EVERY_MODE
 def test_groups_are_added_before_and_after_steps(mode):
     line, late = Line(), torch.ones(3, requires_grad=True)
-    opt = line.optimizer({"lr": 0.02, "hvp": mode.hvp, "preconditioner": mode.preconditioner})
+    opt = line.optimizer({"lr": 0.02, "hvp": mode.hvp, "preconditioner": mode.preconditioner, "init_scale": 1.0})
     take(opt, line.loss)
     opt.add_param_group({"params": late, "lr": 0.1, "preconditioner": "diagonal", "blocks": ()})
     take(opt, lambda: line.loss() + late.square().sum(), ways_of(mode.hvp)[-1])

@@ -280,7 +280,9 @@ def test_micro_batches_are_one_batch(hvp):
 
     def train(parts: int) -> list[Tensor]:
         net = network(D)
-        opt = PSGD(net.parameters(), lr=0.1, hvp=hvp, lr_preconditioner=1e-9 if hvp == "approx" else 0.01)
+        opt = PSGD(
+            net.parameters(), lr=0.1, hvp=hvp, lr_preconditioner=1e-9 if hvp == "approx" else 0.01, init_scale=1.0
+        )
         for _ in range(3):
             for i in range(parts):
                 rows = slice(32 // parts * i, 32 // parts * (i + 1))
@@ -338,7 +340,7 @@ ROWS = torch.randn(16, 4, dtype=D, generator=generator(5))
 def test_a_constant_gradient_has_product_zero(loss, way, create_graph):
     """If its graph was asked for; without, nobody knows whether it is constant."""
     w = torch.ones(4, dtype=D, requires_grad=True)
-    opt, before = PSGD([w], lr=0.1), w.detach().clone()
+    opt, before = PSGD([w], lr=0.1, init_scale=1.0), w.detach().clone()
 
     def closure() -> Tensor:
         opt.zero_grad()
@@ -398,7 +400,7 @@ def test_histories_don_t_keep_a_parameter_and_are_not_copied():
 def test_a_closure_that_calls_backward_may_return_anything(hvp, answer):
     """It is handed back as it is."""
     net = network()
-    opt = PSGD(net.parameters(), lr=0.1, hvp=hvp, update_every=2)
+    opt = PSGD(net.parameters(), lr=0.1, hvp=hvp, update_every=2, init_scale=1.0)
     for _ in range(2):
         before = weights(net)
 
@@ -433,7 +435,7 @@ def test_a_loss_of_other_parameters_is_an_error(hvp, way):
 def test_a_loss_from_outside_the_closure(hvp, part, linear):
     """Exact products differentiate the graph that is there; the others need the loss at another point."""
     net = fill(nn.Linear(4, 2)) if linear else network()
-    opt, before = PSGD(net.parameters(), lr=0.1, hvp=hvp), weights(net)
+    opt, before = PSGD(net.parameters(), lr=0.1, hvp=hvp, init_scale=1.0), weights(net)
     x, y = batch()
     prediction, penalty = net(x), sum(p.square().sum() for p in net.parameters())
     loss = (prediction - y).square().mean()

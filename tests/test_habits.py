@@ -1,5 +1,6 @@
 """What programs do with an optimizer beside calling `step` with a good loss."""
 
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from psgd_lit.blocks import KronRule
 from psgd_lit.derivatives import draw_probes
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.triangular import Triangular
-from psgd_lit.optim import PSGD, average
+from psgd_lit.optim import PAPER, PSGD, average
 
 
 def trained(net: nn.Module, steps: int = 3, **settings: Any) -> PSGD:
@@ -78,7 +79,7 @@ def test_a_zero_step_size_is_no_excuse_for_a_missing_graph_later():
 @pytest.mark.parametrize("reset", ["replace", "clear"])
 def test_a_state_that_is_thrown_away_starts_again(reset):
     net = network()
-    opt = trained(net, steps=20)
+    opt = trained(net, steps=20, **PAPER)
 
     def distance() -> float:
         """How far Q is from the identity, at most."""
@@ -96,7 +97,7 @@ def test_a_state_that_is_thrown_away_starts_again(reset):
 
 def test_parameters_that_are_put_into_a_group_by_hand_are_trained():
     first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
-    opt = PSGD([first], lr=0.1)
+    opt = PSGD([first], lr=0.1, init_scale=1.0)
     opt.step(lambda: first.square().sum())
     opt.param_groups[0]["params"].append(second)
     opt.step(lambda: (first + second).square().sum())
@@ -121,8 +122,8 @@ def test_a_frozen_part_of_a_block_is_named():
     with pytest.raises(
         ValueError, match=r"lacks \[\(6, 4\)\]; give all parameters of a block to one param group, frozen"
     ):
-        PSGD([p for p in net.parameters() if p.requires_grad], lr=0.1, blocks=affine_blocks(net))
-    opt = PSGD(net.parameters(), lr=0.1, blocks=affine_blocks(net), preconditioner="scan")
+        PSGD([p for p in net.parameters() if p.requires_grad], lr=0.1, blocks=affine_blocks(net), init_scale=1.0)
+    opt = PSGD(net.parameters(), lr=0.1, blocks=affine_blocks(net), preconditioner="scan", init_scale=1.0)
     before = weights(net)
     opt.step(lambda: loss_of(net))
     moved = [not torch.equal(a, b) for a, b in zip(before, weights(net), strict=True)]
@@ -173,7 +174,7 @@ def test_other_checkpoints_change_nothing(hvp):
 def test_small_gradients_in_float16_survive_the_scaler():
     """Scaled they are representable and unscaled they aren't, so they are unscaled in float32."""
     p = torch.zeros(1, dtype=torch.float16, requires_grad=True)
-    opt = PSGD([p], lr=1000.0, hvp="whiten", preconditioner="diagonal")
+    opt = PSGD([p], lr=1000.0, hvp="whiten", preconditioner="diagonal", init_scale=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
     scaler.scale(p * 1e-8).sum().backward()
     scaler.step(opt)
@@ -197,7 +198,16 @@ def test_a_scale_is_forgotten_after_an_error():
 def test_momentum_does_not_count_steps_that_were_skipped(bad):
     """Scalers skip the first steps as a rule; the first good one has its full size."""
     p = torch.zeros(1, requires_grad=True)
-    opt = PSGD([p], lr=1.0, momentum=0.9, hvp="whiten", lr_preconditioner=1e-7, preconditioner="diagonal")
+    opt = PSGD(
+        [p],
+        lr=1.0,
+        momentum=0.9,
+        hvp="whiten",
+        lr_preconditioner=1e-7,
+        preconditioner="diagonal",
+        init_scale=1.0,
+        max_norm=math.inf,
+    )
     for slope in [float("inf")] * bad + [1.0, 3.0]:
         p.grad = torch.tensor([slope])
         opt.step()

@@ -54,9 +54,11 @@ def test_clipping_bounds_the_whole_step():
     """Over all parameters and groups, by one factor; what is shorter stays as it is."""
     net, free = network(), network()
     groups = [{"params": net[0].parameters(), "preconditioner": "diagonal"}, {"params": net[2].parameters()}]
-    opt = PSGD(groups, lr=0.5, max_norm=0.01)
+    opt = PSGD(groups, lr=0.5, max_norm=0.01, init_scale=1.0)
     other = PSGD(
-        [{**g, "params": layer.parameters()} for g, layer in zip(groups, (free[0], free[2]), strict=True)], lr=0.5
+        [{**g, "params": layer.parameters()} for g, layer in zip(groups, (free[0], free[2]), strict=True)],
+        lr=0.5,
+        init_scale=1.0,
     )
     before = torch.cat([p.flatten() for p in weights(net)])
     opt.step(lambda: 100 * loss_of(net))
@@ -66,15 +68,15 @@ def test_clipping_bounds_the_whole_step():
     torch.testing.assert_close(moved.norm(), torch.tensor(0.5 * 0.01), rtol=1e-3, atol=0)
     torch.testing.assert_close(moved, expected * (moved.norm() / expected.norm()), rtol=1e-3, atol=1e-7)
     loose = network()
-    PSGD(loose.parameters(), lr=0.5, max_norm=1e6).step(lambda: loss_of(loose))
+    PSGD(loose.parameters(), lr=0.5, max_norm=1e6, init_scale=1.0).step(lambda: loss_of(loose))
     plain = network()
-    PSGD(plain.parameters(), lr=0.5).step(lambda: loss_of(plain))
+    PSGD(plain.parameters(), lr=0.5, init_scale=1.0).step(lambda: loss_of(plain))
     assert same(weights(loose), weights(plain))
 
 
 def test_momentum_is_a_mean_at_first_and_keeps_the_size_of_a_step():
     x = torch.zeros(1, dtype=D, requires_grad=True)
-    opt = PSGD([x], lr=1.0, momentum=0.9, update_every=10**9, preconditioner="diagonal")
+    opt = PSGD([x], lr=1.0, momentum=0.9, update_every=10**9, preconditioner="diagonal", init_scale=1.0)
     opt.step(lambda: x.sum())
     for slope in (1.0, 4.0, 1.0):
         before = x.item()
@@ -179,7 +181,7 @@ def test_a_step_makes_as_many_operations_as_there_are_shapes():
 def test_a_group_added_later_joins_the_run():
     """It starts at the iteration where the others are; what they have learned stays, bit for bit."""
     net = network()
-    opt = PSGD(net[0].parameters(), lr=0.05)
+    opt = PSGD(net[0].parameters(), lr=0.05, init_scale=1.0)
     for _ in range(3):
         opt.step(lambda: loss_of(net))
     first = [leaf.clone() for leaf in leaves(opt.state[net[0].weight]["Q"])]
@@ -270,7 +272,7 @@ def test_dense_counts_what_is_trained():
 def test_parameters_that_are_thawed_join_the_run(name):
     """What was learned stays, bit for bit, the new one gets a state of its own, and a copy and a checkpoint go on."""
     params, loss = thawable(frozen=True)
-    opt = PSGD(params, lr=0.02, preconditioner=name)
+    opt = PSGD(params, lr=0.02, preconditioner=name, init_scale=1.0)
     for _ in range(3):
         opt.step(loss)
     early = copy.deepcopy(opt.state_dict())
@@ -288,7 +290,7 @@ def test_parameters_that_are_thawed_join_the_run(name):
     for saved in (early, copy.deepcopy(opt.state_dict())):
         for frozen in (True, False):
             twins, twin_loss = thawable(frozen)
-            other = PSGD(twins, lr=0.02, preconditioner=name)
+            other = PSGD(twins, lr=0.02, preconditioner=name, init_scale=1.0)
             other.load_state_dict(saved)
             for key, entry in other.state_dict()["state"].items():
                 assert equal(entry, saved["state"][key])
@@ -446,7 +448,7 @@ def test_a_schedule_that_is_a_function():
 def test_the_step_size_of_q_may_change_between_steps():
     """It is read at each step, as every setting is."""
     x = torch.ones(3, requires_grad=True)
-    opt = PSGD([x], lr=0.0, preconditioner="diagonal")
+    opt = PSGD([x], lr=0.0, preconditioner="diagonal", init_scale=1.0)
     sizes = []
     for rate in (0.1, 0.001):
         opt.param_groups[0]["lr_preconditioner"] = rate
