@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .contest import add_contest
 from .methods import METHODS
 from .records import ExperimentError
 from psgd_lit.experiments.runner import (
@@ -289,6 +290,7 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("report", help="what is done, and what remains")
     plan.set_defaults(command=report)
     plan.add_argument("--commands", action="store_true", help="only the commands that remain")
+    add_contest(commands)
     return main
 
 # %% ../../nbs/experiments/04_plan.ipynb #700aab02
