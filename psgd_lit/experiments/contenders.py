@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['OURS', 'CONTENDERS', 'Contender', 'Together', 'package', 'Theirs', 'contender_of', 'Race']
 
-# %% ../../nbs/experiments/04_contenders.ipynb #3e5058dc
+# %% ../../nbs/experiments/04_contenders.ipynb #c93f7a6e
 import contextlib
 import importlib
 import io
@@ -21,7 +21,7 @@ from .noisy import Problem
 from .records import ExperimentError
 from ..optim import PSGD
 
-# %% ../../nbs/experiments/04_contenders.ipynb #3053c8e5
+# %% ../../nbs/experiments/04_contenders.ipynb #196c3c0d
 @dataclass(frozen=True)
 class Contender:
     """A way to train.
@@ -38,19 +38,19 @@ class Contender:
     calls_backward: bool = True
     refuses: Callable[[Task, Problem], str] = lambda task, problem: ""
 
-# %% ../../nbs/experiments/04_contenders.ipynb #cd0d8da6
+# %% ../../nbs/experiments/04_contenders.ipynb #43260654
 OURS: dict[str, dict[str, Any]] = {
     "whiten": {"hvp": "whiten", "lr": 0.003},
     "exact": {"hvp": "exact", "lr": 0.1},
 }
 
-# %% ../../nbs/experiments/04_contenders.ipynb #10189e99
+# %% ../../nbs/experiments/04_contenders.ipynb #99ec7119
 def _psgd(problem: Problem, seed: int, **settings: Any) -> PSGD:
     """Return our optimizer, with a block for each layer that has a bias."""
     blocks = affine_blocks(problem.model)
     return PSGD(problem.model.parameters(), blocks=blocks, seed=seed, **settings)
 
-# %% ../../nbs/experiments/04_contenders.ipynb #2d7de54d
+# %% ../../nbs/experiments/04_contenders.ipynb #68aa5fc2
 def _of_torch(name: str) -> Callable[..., Any]:
     """Return what makes an optimizer of torch."""
 
@@ -59,18 +59,18 @@ def _of_torch(name: str) -> Callable[..., Any]:
 
     return make
 
-# %% ../../nbs/experiments/04_contenders.ipynb #7f16ab5c
+# %% ../../nbs/experiments/04_contenders.ipynb #27a37c17
 def _needs_quiet(task: Task, problem: Problem) -> str:
     """Refuse tasks with noise."""
     return "its line search compares losses, and these are noisy" if task.is_noisy else ""
 
-# %% ../../nbs/experiments/04_contenders.ipynb #e8768874
+# %% ../../nbs/experiments/04_contenders.ipynb #fb8d9c75
 def _matrices(model: nn.Module) -> list[Tensor]:
     """Return the parameters of linear layers that are matrices."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     return [p for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2]
 
-# %% ../../nbs/experiments/04_contenders.ipynb #cbbe9fbf
+# %% ../../nbs/experiments/04_contenders.ipynb #3f1f783b
 class Together:
     """Optimizers that share a model and its gradients.
 
@@ -94,7 +94,7 @@ class Together:
             part.step()
         return loss
 
-# %% ../../nbs/experiments/04_contenders.ipynb #2175c065
+# %% ../../nbs/experiments/04_contenders.ipynb #1781380f
 def _muon(problem: Problem, seed: int, **settings: Any) -> Together:
     """Return Muon for the matrices, and AdamW for the rest."""
     matrices = _matrices(problem.model)
@@ -103,7 +103,7 @@ def _muon(problem: Problem, seed: int, **settings: Any) -> Together:
     optim: Any = torch.optim
     return Together(optim.Muon(matrices, **settings), optim.AdamW(rest))
 
-# %% ../../nbs/experiments/04_contenders.ipynb #1c47c5a9
+# %% ../../nbs/experiments/04_contenders.ipynb #01715ea3
 def package(name: str, where: str) -> Any:
     """Import an optional package.
 
@@ -121,13 +121,13 @@ def package(name: str, where: str) -> Any:
             f"this contender needs {where} ({error}): say pip install {where}"
         ) from error
 
-# %% ../../nbs/experiments/04_contenders.ipynb #adf6012a
+# %% ../../nbs/experiments/04_contenders.ipynb #40a760d0
 def _soap(problem: Problem, seed: int, **settings: Any) -> Any:
     """Return SOAP, of the package pytorch-optimizer."""
     made = package("pytorch_optimizer", "pytorch-optimizer")
     return made.SOAP(problem.model.parameters(), **settings)
 
-# %% ../../nbs/experiments/04_contenders.ipynb #d043f130
+# %% ../../nbs/experiments/04_contenders.ipynb #551a62ef
 class Theirs:
     """The optimizer of the package psgd-torch, with a seed and a param group.
 
@@ -155,7 +155,7 @@ class Theirs:
             self.state = torch.get_rng_state()
             torch.set_rng_state(before)
 
-# %% ../../nbs/experiments/04_contenders.ipynb #852733c2
+# %% ../../nbs/experiments/04_contenders.ipynb #3ebbde85
 CONTENDERS: dict[str, Contender] = {
     **{name: Contender(_psgd, said, calls_backward=False) for name, said in OURS.items()},
     "adamw": Contender(_of_torch("AdamW"), {}),
@@ -174,7 +174,7 @@ CONTENDERS: dict[str, Contender] = {
     "psgd-torch": Contender(Theirs, {"preconditioner_type": "whitening"}, calls_backward=False),
 }
 
-# %% ../../nbs/experiments/04_contenders.ipynb #a3861061
+# %% ../../nbs/experiments/04_contenders.ipynb #a2468d7e
 def contender_of(name: str) -> Contender:
     """Return the contender of this name.
 
@@ -187,7 +187,7 @@ def contender_of(name: str) -> Contender:
         )
     return CONTENDERS[name]
 
-# %% ../../nbs/experiments/04_contenders.ipynb #8c168c56
+# %% ../../nbs/experiments/04_contenders.ipynb #09c90e00
 class Race:
     """A training that is timed, and whose gradients are counted.
 

@@ -4,7 +4,7 @@
 __all__ = ['FACTORS', 'TUNING_SEED', 'SEEDS', 'is_time_to_look', 'Outcome', 'look', 'run_race', 'Sheet', 'load_sheet',
            'tuned_factor', 'wanted', 'run_task', 'run_contest', 'add_contest']
 
-# %% ../../nbs/experiments/04_contest.ipynb #0d332e9e
+# %% ../../nbs/experiments/04_contest.ipynb #855efef0
 import argparse
 import contextlib
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from .contenders import CONTENDERS, Race, contender_of
 from .noiseless import TASKS, Task, task_of
@@ -27,7 +28,7 @@ from psgd_lit.experiments.records import (
 )
 from .runner import Store, stop_signals
 
-# %% ../../nbs/experiments/04_contest.ipynb #71a8179c
+# %% ../../nbs/experiments/04_contest.ipynb #b36652e3
 def is_time_to_look(seconds: float, gradients: int, last: tuple[float, int]) -> bool:
     """Return whether a mark lies between the last look and now.
 
@@ -43,7 +44,7 @@ def is_time_to_look(seconds: float, gradients: int, last: tuple[float, int]) -> 
     is_count = gradients.bit_length() > last[1].bit_length()
     return is_count or mark(seconds) > mark(last[0])
 
-# %% ../../nbs/experiments/04_contest.ipynb #8e4f5746
+# %% ../../nbs/experiments/04_contest.ipynb #4ef03e45
 @dataclass(frozen=True)
 class Outcome:
     """What is known of a run.
@@ -91,7 +92,7 @@ class Outcome:
         value = [y for x, y in pairs if x <= limit][-1]
         return math.inf if value is None else float(value)
 
-# %% ../../nbs/experiments/04_contest.ipynb #3fdff6fc
+# %% ../../nbs/experiments/04_contest.ipynb #311d39a0
 def _settings_of(name: str) -> dict[str, Any]:
     """Return what a contender is told, in a form for JSON: what has none is described."""
 
@@ -104,7 +105,7 @@ def _settings_of(name: str) -> dict[str, Any]:
 
     return {key: as_text(value) for key, value in contender_of(name).settings.items()}
 
-# %% ../../nbs/experiments/04_contest.ipynb #c9575005
+# %% ../../nbs/experiments/04_contest.ipynb #16992ac9
 def look(race: Race, curve: dict[str, list[Any]], is_lost: bool = False) -> bool:
     """Judge the model of a race, write it down, and return whether the objective is finite.
 
@@ -125,7 +126,7 @@ def look(race: Race, curve: dict[str, list[Any]], is_lost: bool = False) -> bool
         curve.setdefault(name, []).append(value)
     return math.isfinite(objective)
 
-# %% ../../nbs/experiments/04_contest.ipynb #1c055813
+# %% ../../nbs/experiments/04_contest.ipynb #6cd35d86
 def run_race(
     task: Task, name: str, factor: float, seed: int, seconds: float, session: int = 0
 ) -> Outcome:
@@ -145,7 +146,7 @@ def run_race(
     if torch.get_num_threads() != 1:
         raise ExperimentError("the clock counts all threads: set OMP_NUM_THREADS=1")
     warm, race = (Race(task, name, factor, seed) for _ in range(2))
-    with contextlib.suppress(torch.linalg.LinAlgError):
+    with contextlib.suppress(LinAlgError):
         warm.step()
         warm.step()
     curve: dict[str, list[Any]] = {}
@@ -153,7 +154,7 @@ def run_race(
     while is_finite and race.seconds < seconds:
         try:
             race.step()
-        except torch.linalg.LinAlgError:
+        except LinAlgError:
             is_finite = look(race, curve, is_lost=True)
         now = race.seconds / seconds, race.gradients
         if is_finite and is_time_to_look(*now, last):
@@ -165,7 +166,7 @@ def run_race(
     told = (race.lr, _settings_of(name), seconds, state, race.steps, size, session, curve)
     return Outcome(name, factor, seed, *told)
 
-# %% ../../nbs/experiments/04_contest.ipynb #6d305b49
+# %% ../../nbs/experiments/04_contest.ipynb #9483bcd1
 @dataclass
 class Sheet:
     """All outcomes of a task.
@@ -207,7 +208,7 @@ class Sheet:
         parts += [f'"{name}": [\n{rows}\n]' for name, rows in lines.items()]
         return "{\n" + ",\n".join(parts) + "\n}\n"
 
-# %% ../../nbs/experiments/04_contest.ipynb #ae5808f5
+# %% ../../nbs/experiments/04_contest.ipynb #d53e6304
 def load_sheet(path: Path, task: str) -> Sheet:
     """Read the sheet of a task; one that isn't there is empty.
 
@@ -231,7 +232,7 @@ def load_sheet(path: Path, task: str) -> Sheet:
         )
     return sheet
 
-# %% ../../nbs/experiments/04_contest.ipynb #1a32323c
+# %% ../../nbs/experiments/04_contest.ipynb #d17a1638
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
@@ -246,7 +247,7 @@ def tuned_factor(outcomes: Iterable[Outcome], name: str) -> float | None:
     }
     return min(FACTORS, key=ends.__getitem__) if ends.keys() >= set(FACTORS) else None
 
-# %% ../../nbs/experiments/04_contest.ipynb #7deff05f
+# %% ../../nbs/experiments/04_contest.ipynb #e467337d
 def wanted(sheet: Sheet, name: str) -> Iterator[tuple[float, int]]:
     """Yield factor and seed of every run of a method, trials first; the sheet may grow between them."""
     yield from ((factor, TUNING_SEED) for factor in FACTORS)
@@ -255,7 +256,7 @@ def wanted(sheet: Sheet, name: str) -> Iterator[tuple[float, int]]:
     if best is not None and best != 1.0:
         yield from ((best, seed) for seed in SEEDS)
 
-# %% ../../nbs/experiments/04_contest.ipynb #019f29d4
+# %% ../../nbs/experiments/04_contest.ipynb #99db018b
 def run_task(task: Task, names: Sequence[str], store: Store, args: argparse.Namespace) -> int:
     """Run what isn't there of a task; return 0, or 128 and the number of the signal that stopped it.
 
@@ -295,7 +296,7 @@ def run_task(task: Task, names: Sequence[str], store: Store, args: argparse.Name
                     return 128 + received[0]
     return 0
 
-# %% ../../nbs/experiments/04_contest.ipynb #6eca6e68
+# %% ../../nbs/experiments/04_contest.ipynb #5497ef3f
 def run_contest(store: Store, args: argparse.Namespace) -> int:
     """Run what isn't there of the contest, or of what is asked for of it.
 
@@ -317,7 +318,7 @@ def run_contest(store: Store, args: argparse.Namespace) -> int:
             return number
     return 0
 
-# %% ../../nbs/experiments/04_contest.ipynb #964350a8
+# %% ../../nbs/experiments/04_contest.ipynb #82598073
 def add_contest(commands: Any) -> None:
     """Add the contest to the subcommands of a parser."""
     one = commands.add_parser("contest", help="run what isn't there of the contest")
