@@ -4,7 +4,7 @@
 __all__ = ['Row', 'planned', 'row_of', 'by_row', 'table', 'provenance', 'comparison', 'pace_of', 'progress', 'list_all', 'run_of',
            'run_one', 'compare', 'report', 'parser', 'main']
 
-# %% ../../nbs/experiments/04_plan.ipynb #d01065a6
+# %% ../../nbs/experiments/04_plan.ipynb #92d5f35c
 import argparse
 import statistics
 import sys
@@ -245,7 +245,7 @@ def report(store: Store, args: argparse.Namespace) -> int:
             print(f"python -m psgd_lit.experiments run {run.problem} {options}{extra} --resume")
     return 0
 
-# %% ../../nbs/experiments/04_plan.ipynb #a49c19dd
+# %% ../../nbs/experiments/04_plan.ipynb #2017c6b8
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     main = argparse.ArgumentParser(

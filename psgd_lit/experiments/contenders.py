@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['OURS', 'CONTENDERS', 'Contender', 'Together', 'package', 'Theirs', 'contender_of', 'Race']
 
-# %% ../../nbs/experiments/04_contenders.ipynb #c93f7a6e
+# %% ../../nbs/experiments/04_contenders.ipynb #93093667
 import contextlib
 import importlib
 import io
@@ -21,7 +21,7 @@ from .noisy import Problem
 from .records import ExperimentError
 from ..optim import PSGD
 
-# %% ../../nbs/experiments/04_contenders.ipynb #196c3c0d
+# %% ../../nbs/experiments/04_contenders.ipynb #a9d1b809
 @dataclass(frozen=True)
 class Contender:
     """A way to train.
@@ -38,19 +38,19 @@ class Contender:
     calls_backward: bool = True
     refuses: Callable[[Task, Problem], str] = lambda task, problem: ""
 
-# %% ../../nbs/experiments/04_contenders.ipynb #43260654
+# %% ../../nbs/experiments/04_contenders.ipynb #4d531f18
 OURS: dict[str, dict[str, Any]] = {
     "whiten": {"hvp": "whiten", "lr": 0.003},
     "exact": {"hvp": "exact", "lr": 0.1},
 }
 
-# %% ../../nbs/experiments/04_contenders.ipynb #99ec7119
+# %% ../../nbs/experiments/04_contenders.ipynb #cadbfcdf
 def _psgd(problem: Problem, seed: int, **settings: Any) -> PSGD:
     """Return our optimizer, with a block for each layer that has a bias."""
     blocks = affine_blocks(problem.model)
     return PSGD(problem.model.parameters(), blocks=blocks, seed=seed, **settings)
 
-# %% ../../nbs/experiments/04_contenders.ipynb #68aa5fc2
+# %% ../../nbs/experiments/04_contenders.ipynb #93f96895
 def _of_torch(name: str) -> Callable[..., Any]:
     """Return what makes an optimizer of torch."""
 
@@ -59,18 +59,18 @@ def _of_torch(name: str) -> Callable[..., Any]:
 
     return make
 
-# %% ../../nbs/experiments/04_contenders.ipynb #27a37c17
+# %% ../../nbs/experiments/04_contenders.ipynb #cac31eba
 def _needs_quiet(task: Task, problem: Problem) -> str:
     """Refuse tasks with noise."""
     return "its line search compares losses, and these are noisy" if task.is_noisy else ""
 
-# %% ../../nbs/experiments/04_contenders.ipynb #fb8d9c75
+# %% ../../nbs/experiments/04_contenders.ipynb #a05dc207
 def _matrices(model: nn.Module) -> list[Tensor]:
     """Return the parameters of linear layers that are matrices."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     return [p for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2]
 
-# %% ../../nbs/experiments/04_contenders.ipynb #3f1f783b
+# %% ../../nbs/experiments/04_contenders.ipynb #9419c539
 class Together:
     """Optimizers that share a model and its gradients.
 
@@ -94,7 +94,7 @@ class Together:
             part.step()
         return loss
 
-# %% ../../nbs/experiments/04_contenders.ipynb #1781380f
+# %% ../../nbs/experiments/04_contenders.ipynb #2280c061
 def _muon(problem: Problem, seed: int, **settings: Any) -> Together:
     """Return Muon for the matrices, and AdamW for the rest."""
     matrices = _matrices(problem.model)
@@ -103,7 +103,7 @@ def _muon(problem: Problem, seed: int, **settings: Any) -> Together:
     optim: Any = torch.optim
     return Together(optim.Muon(matrices, **settings), optim.AdamW(rest))
 
-# %% ../../nbs/experiments/04_contenders.ipynb #01715ea3
+# %% ../../nbs/experiments/04_contenders.ipynb #0f33417f
 def package(name: str, where: str) -> Any:
     """Import an optional package.
 
@@ -121,13 +121,13 @@ def package(name: str, where: str) -> Any:
             f"this contender needs {where} ({error}): say pip install {where}"
         ) from error
 
-# %% ../../nbs/experiments/04_contenders.ipynb #40a760d0
+# %% ../../nbs/experiments/04_contenders.ipynb #392e64a4
 def _soap(problem: Problem, seed: int, **settings: Any) -> Any:
     """Return SOAP, of the package pytorch-optimizer."""
     made = package("pytorch_optimizer", "pytorch-optimizer")
     return made.SOAP(problem.model.parameters(), **settings)
 
-# %% ../../nbs/experiments/04_contenders.ipynb #551a62ef
+# %% ../../nbs/experiments/04_contenders.ipynb #b3f9e314
 class Theirs:
     """The optimizer of the package psgd-torch, with a seed and a param group.
 
@@ -155,7 +155,7 @@ class Theirs:
             self.state = torch.get_rng_state()
             torch.set_rng_state(before)
 
-# %% ../../nbs/experiments/04_contenders.ipynb #3ebbde85
+# %% ../../nbs/experiments/04_contenders.ipynb #18904d8b
 CONTENDERS: dict[str, Contender] = {
     **{name: Contender(_psgd, said, calls_backward=False) for name, said in OURS.items()},
     "adamw": Contender(_of_torch("AdamW"), {}),
@@ -174,7 +174,7 @@ CONTENDERS: dict[str, Contender] = {
     "psgd-torch": Contender(Theirs, {"preconditioner_type": "whitening"}, calls_backward=False),
 }
 
-# %% ../../nbs/experiments/04_contenders.ipynb #a2468d7e
+# %% ../../nbs/experiments/04_contenders.ipynb #2ca5b830
 def contender_of(name: str) -> Contender:
     """Return the contender of this name.
 
@@ -187,7 +187,7 @@ def contender_of(name: str) -> Contender:
         )
     return CONTENDERS[name]
 
-# %% ../../nbs/experiments/04_contenders.ipynb #09c90e00
+# %% ../../nbs/experiments/04_contenders.ipynb #e489b869
 class Race:
     """A training that is timed, and whose gradients are counted.
 

@@ -4,7 +4,7 @@
 __all__ = ['FACTORS', 'TUNING_SEED', 'SEEDS', 'is_time_to_look', 'Outcome', 'look', 'run_race', 'Sheet', 'load_sheet',
            'tuned_factor', 'wanted', 'run_task', 'run_contest', 'add_contest']
 
-# %% ../../nbs/experiments/04_contest.ipynb #855efef0
+# %% ../../nbs/experiments/04_contest.ipynb #9f6ad1ec
 import argparse
 import contextlib
 import json
@@ -28,7 +28,7 @@ from psgd_lit.experiments.records import (
 )
 from .runner import Store, stop_signals
 
-# %% ../../nbs/experiments/04_contest.ipynb #b36652e3
+# %% ../../nbs/experiments/04_contest.ipynb #6bc4e458
 def is_time_to_look(seconds: float, gradients: int, last: tuple[float, int]) -> bool:
     """Return whether a mark lies between the last look and now.
 
@@ -44,7 +44,7 @@ def is_time_to_look(seconds: float, gradients: int, last: tuple[float, int]) -> 
     is_count = gradients.bit_length() > last[1].bit_length()
     return is_count or mark(seconds) > mark(last[0])
 
-# %% ../../nbs/experiments/04_contest.ipynb #4ef03e45
+# %% ../../nbs/experiments/04_contest.ipynb #12f0b96a
 @dataclass(frozen=True)
 class Outcome:
     """What is known of a run.
@@ -92,7 +92,7 @@ class Outcome:
         value = [y for x, y in pairs if x <= limit][-1]
         return math.inf if value is None else float(value)
 
-# %% ../../nbs/experiments/04_contest.ipynb #311d39a0
+# %% ../../nbs/experiments/04_contest.ipynb #2cfcb5b2
 def _settings_of(name: str) -> dict[str, Any]:
     """Return what a contender is told, in a form for JSON: what has none is described."""
 
@@ -105,7 +105,7 @@ def _settings_of(name: str) -> dict[str, Any]:
 
     return {key: as_text(value) for key, value in contender_of(name).settings.items()}
 
-# %% ../../nbs/experiments/04_contest.ipynb #16992ac9
+# %% ../../nbs/experiments/04_contest.ipynb #ff4367d3
 def look(race: Race, curve: dict[str, list[Any]], is_lost: bool = False) -> bool:
     """Judge the model of a race, write it down, and return whether the objective is finite.
 
@@ -126,7 +126,7 @@ def look(race: Race, curve: dict[str, list[Any]], is_lost: bool = False) -> bool
         curve.setdefault(name, []).append(value)
     return math.isfinite(objective)
 
-# %% ../../nbs/experiments/04_contest.ipynb #6cd35d86
+# %% ../../nbs/experiments/04_contest.ipynb #db31afdc
 def run_race(
     task: Task, name: str, factor: float, seed: int, seconds: float, session: int = 0
 ) -> Outcome:
@@ -166,7 +166,7 @@ def run_race(
     told = (race.lr, _settings_of(name), seconds, state, race.steps, size, session, curve)
     return Outcome(name, factor, seed, *told)
 
-# %% ../../nbs/experiments/04_contest.ipynb #9483bcd1
+# %% ../../nbs/experiments/04_contest.ipynb #ec00bfd1
 @dataclass
 class Sheet:
     """All outcomes of a task.
@@ -208,7 +208,7 @@ class Sheet:
         parts += [f'"{name}": [\n{rows}\n]' for name, rows in lines.items()]
         return "{\n" + ",\n".join(parts) + "\n}\n"
 
-# %% ../../nbs/experiments/04_contest.ipynb #d53e6304
+# %% ../../nbs/experiments/04_contest.ipynb #b7fa070e
 def load_sheet(path: Path, task: str) -> Sheet:
     """Read the sheet of a task; one that isn't there is empty.
 
@@ -232,7 +232,7 @@ def load_sheet(path: Path, task: str) -> Sheet:
         )
     return sheet
 
-# %% ../../nbs/experiments/04_contest.ipynb #d17a1638
+# %% ../../nbs/experiments/04_contest.ipynb #a9789ab8
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
@@ -247,7 +247,7 @@ def tuned_factor(outcomes: Iterable[Outcome], name: str) -> float | None:
     }
     return min(FACTORS, key=ends.__getitem__) if ends.keys() >= set(FACTORS) else None
 
-# %% ../../nbs/experiments/04_contest.ipynb #e467337d
+# %% ../../nbs/experiments/04_contest.ipynb #8e69d0e8
 def wanted(sheet: Sheet, name: str) -> Iterator[tuple[float, int]]:
     """Yield factor and seed of every run of a method, trials first; the sheet may grow between them."""
     yield from ((factor, TUNING_SEED) for factor in FACTORS)
@@ -256,7 +256,7 @@ def wanted(sheet: Sheet, name: str) -> Iterator[tuple[float, int]]:
     if best is not None and best != 1.0:
         yield from ((best, seed) for seed in SEEDS)
 
-# %% ../../nbs/experiments/04_contest.ipynb #99db018b
+# %% ../../nbs/experiments/04_contest.ipynb #528f40e9
 def run_task(task: Task, names: Sequence[str], store: Store, args: argparse.Namespace) -> int:
     """Run what isn't there of a task; return 0, or 128 and the number of the signal that stopped it.
 
@@ -296,7 +296,7 @@ def run_task(task: Task, names: Sequence[str], store: Store, args: argparse.Name
                     return 128 + received[0]
     return 0
 
-# %% ../../nbs/experiments/04_contest.ipynb #5497ef3f
+# %% ../../nbs/experiments/04_contest.ipynb #7e77b021
 def run_contest(store: Store, args: argparse.Namespace) -> int:
     """Run what isn't there of the contest, or of what is asked for of it.
 
@@ -318,7 +318,7 @@ def run_contest(store: Store, args: argparse.Namespace) -> int:
             return number
     return 0
 
-# %% ../../nbs/experiments/04_contest.ipynb #82598073
+# %% ../../nbs/experiments/04_contest.ipynb #3b51f9f2
 def add_contest(commands: Any) -> None:
     """Add the contest to the subcommands of a parser."""
     one = commands.add_parser("contest", help="run what isn't there of the contest")

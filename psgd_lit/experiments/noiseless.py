@@ -4,7 +4,7 @@
 __all__ = ['VISCOSITY', 'NOISELESS', 'TASKS', 'network', 'whole', 'smooth', 'jet', 'poisson_solution', 'burgers_solution',
            'Point', 'Task', 'task_of']
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #99537296
+# %% ../../nbs/experiments/04_noiseless.ipynb #8539419c
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .functions import extended_rosenbrock
 from .noisy import NATURE, NOISY, Problem, initialised
 from .records import ExperimentError
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #499b5599
+# %% ../../nbs/experiments/04_noiseless.ipynb #997f083c
 def network(widths: Sequence[int], seed: int) -> nn.Sequential:
     """Return a network of hyperbolic tangents in double precision, linear at its end.
 
@@ -33,7 +33,7 @@ def network(widths: Sequence[int], seed: int) -> nn.Sequential:
     initialised(net, torch.Generator().manual_seed(seed))
     return net
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #d1480ecb
+# %% ../../nbs/experiments/04_noiseless.ipynb #8b475cf7
 def whole(
     model: nn.Module,
     loss: Callable[..., Tensor],
@@ -50,13 +50,13 @@ def whole(
     """
     return Problem(model, loss, lambda: data, data, metric)
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #ec8f7fde
+# %% ../../nbs/experiments/04_noiseless.ipynb #c6888809
 def smooth(x: Tensor) -> Tensor:
     """Return a smooth function of two numbers, `(n, 2)` to `(n, 1)`."""
     a, b = x[..., :1], x[..., 1:]
     return (3 * a).sin() * (-(b**2)).exp() + a * b  # eq-smooth
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #96a8214c
+# %% ../../nbs/experiments/04_noiseless.ipynb #18afaa2b
 def _regression(seed: int) -> Problem:
     """A smooth function, learned from examples."""
     nature, net = torch.Generator().manual_seed(NATURE), network([2, 32, 32, 1], seed)
@@ -67,7 +67,7 @@ def _regression(seed: int) -> Problem:
 
     return whole(net, loss, (x, smooth(x)), lambda: loss(hidden, smooth(hidden)).sqrt())
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #f7fc512a
+# %% ../../nbs/experiments/04_noiseless.ipynb #72240c92
 def _logistic(seed: int, features: int = 40, samples: int = 1000) -> Problem:
     """Two classes, from features of all sizes."""
     nature, net = torch.Generator().manual_seed(NATURE), network([features, 1], seed)
@@ -90,7 +90,7 @@ def _logistic(seed: int, features: int = 40, samples: int = 1000) -> Problem:
     shown, hidden = ((x[i], signs[i]) for i in (slice(samples), slice(samples, None)))
     return whole(net, loss, shown, lambda: fit(*hidden))
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #3513cdab
+# %% ../../nbs/experiments/04_noiseless.ipynb #d9484f45
 def jet(net: nn.Sequential, x: Tensor, direction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return a network's value and its first two derivatives along a direction of the input.
 
@@ -112,17 +112,17 @@ def jet(net: nn.Sequential, x: Tensor, direction: Tensor) -> tuple[Tensor, Tenso
             first, second = slope * first, slope * (second - 2 * z * first**2)  # eq-jet
     return z.squeeze(-1), first.squeeze(-1), second.squeeze(-1)
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #cb890f3a
+# %% ../../nbs/experiments/04_noiseless.ipynb #004a977a
 def poisson_solution(x: Tensor) -> Tensor:
     """Return the solution of Poisson's equation at places of any shape."""
     return (math.pi * x).sin() + (4 * math.pi * x).sin() / 2
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #95d4c7c3
+# %% ../../nbs/experiments/04_noiseless.ipynb #4b7338c0
 def _source_term(x: Tensor) -> Tensor:
     """Return the right-hand side of Poisson's equation."""
     return math.pi**2 * ((math.pi * x).sin() + 8 * (4 * math.pi * x).sin())  # eq-poisson
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #da285fa9
+# %% ../../nbs/experiments/04_noiseless.ipynb #6b3f41f8
 def _poisson(seed: int) -> Problem:
     """Poisson's equation on an interval, by a network."""
     net = network([1, 16, 16, 1], seed)
@@ -141,7 +141,7 @@ def _poisson(seed: int) -> Problem:
 
     return whole(net, loss, (x,), metric)
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #08ea3a52
+# %% ../../nbs/experiments/04_noiseless.ipynb #ab35e1f7
 VISCOSITY = 0.01 / math.pi
 
 
@@ -158,7 +158,7 @@ def burgers_solution(x: Tensor, t: Tensor, grid: int = 4001) -> Tensor:
     weights = (-(math.pi * y).cos() / (2 * math.pi * VISCOSITY) - bend).softmax(1)
     return -(weights @ (math.pi * y).sin())  # eq-cole-hopf
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #2659ad5d
+# %% ../../nbs/experiments/04_noiseless.ipynb #facb010c
 def _residual(net: nn.Sequential, inside: Tensor) -> Tensor:
     """Return by how much a network misses Burgers' equation at places and times `(n, 2)`."""
     along_x, along_t = torch.eye(2, dtype=inside.dtype)
@@ -166,7 +166,7 @@ def _residual(net: nn.Sequential, inside: Tensor) -> Tensor:
     _, rate, _ = jet(net, inside, along_t)
     return rate + u * slope - VISCOSITY * bend  # eq-burgers
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #a2d9c7aa
+# %% ../../nbs/experiments/04_noiseless.ipynb #d4097bfa
 def _burgers(seed: int) -> Problem:
     """Burgers' equation, by a network."""
     nature, net = torch.Generator().manual_seed(NATURE), network([2, 20, 20, 20, 1], seed)
@@ -192,7 +192,7 @@ def _burgers(seed: int) -> Problem:
 
     return whole(net, loss, (inside, start, ends), metric)
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #e419f990
+# %% ../../nbs/experiments/04_noiseless.ipynb #51c93aec
 class Point(nn.Module):
     """A point, to be moved.
 
@@ -204,7 +204,7 @@ class Point(nn.Module):
         super().__init__()
         self.x = nn.Parameter(start)
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #675cc8e9
+# %% ../../nbs/experiments/04_noiseless.ipynb #20f533c9
 def _rosenbrock(seed: int) -> Problem:
     """Rosenbrock's function, extended to twenty coordinates."""
     function, source = extended_rosenbrock(20), torch.Generator().manual_seed(seed)
@@ -213,7 +213,7 @@ def _rosenbrock(seed: int) -> Problem:
     point = Point(start)
     return whole(point, lambda: function(point.x), (), lambda: (point.x - 1).norm())
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #b255d041
+# %% ../../nbs/experiments/04_noiseless.ipynb #85f56396
 @dataclass(frozen=True)
 class Task:
     """What optimizers are compared on.
@@ -232,7 +232,7 @@ class Task:
     metric: str
     seconds: float = 10.0
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #28fb2d8a
+# %% ../../nbs/experiments/04_noiseless.ipynb #ddadb075
 _METRICS = {
     "perceptron": "test error",
     "convolutional": "test error",
@@ -258,7 +258,7 @@ TASKS = {
     for name, make in (NOISY | NOISELESS).items()
 }
 
-# %% ../../nbs/experiments/04_noiseless.ipynb #5cd9dd40
+# %% ../../nbs/experiments/04_noiseless.ipynb #c0b93faa
 def task_of(name: str) -> Task:
     """Return the task of this name.
 

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['NATURE', 'NOISY', 'Problem', 'sampler', 'initialised', 'load_text', 'LSTM', 'GPT', 'Factors']
 
-# %% ../../nbs/experiments/04_noisy.ipynb #d7c010cc
+# %% ../../nbs/experiments/04_noisy.ipynb #353f12e4
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy, mse_loss
 
 from .digits import load_digits
 
-# %% ../../nbs/experiments/04_noisy.ipynb #5e0b0b31
+# %% ../../nbs/experiments/04_noisy.ipynb #1b7bd7b1
 @dataclass(frozen=True, eq=False)
 class Problem:
     """A task made ready for one run.
@@ -41,7 +41,7 @@ class Problem:
         """Return objective and metric."""
         return float(self.loss(*self.shown)), float(self.metric())
 
-# %% ../../nbs/experiments/04_noisy.ipynb #62c434c8
+# %% ../../nbs/experiments/04_noisy.ipynb #6994a521
 def sampler(
     data: tuple[Tensor, ...], batch: int, source: torch.Generator
 ) -> Callable[[], tuple[Tensor, ...]]:
@@ -59,7 +59,7 @@ def sampler(
 
     return draw if batch else lambda: data
 
-# %% ../../nbs/experiments/04_noisy.ipynb #a647bb2b
+# %% ../../nbs/experiments/04_noisy.ipynb #dad3634c
 def initialised(model: nn.Module, source: torch.Generator) -> nn.Module:
     """Return a model that was built on the device "meta", with random parameters in its place.
 
@@ -83,7 +83,7 @@ def initialised(model: nn.Module, source: torch.Generator) -> nn.Module:
                     p.uniform_(-bound, bound, generator=source)
     return model
 
-# %% ../../nbs/experiments/04_noisy.ipynb #db473e2c
+# %% ../../nbs/experiments/04_noisy.ipynb #e3db74a5
 @cache
 def load_text() -> tuple[Tensor, str]:
     """Load sentences of this book, one a line.
@@ -97,7 +97,7 @@ def load_text() -> tuple[Tensor, str]:
     numbers = {character: i for i, character in enumerate(alphabet)}
     return torch.tensor([numbers[character] for character in text]), alphabet
 
-# %% ../../nbs/experiments/04_noisy.ipynb #5881eca3
+# %% ../../nbs/experiments/04_noisy.ipynb #9460bb3f
 def _digits(net: nn.Module, seed: int, batch: int, is_copied: bool = False) -> Problem:
     """Return the problem of a network that names digits, or copies them."""
     digits = load_digits()
@@ -120,14 +120,14 @@ def _digits(net: nn.Module, seed: int, batch: int, is_copied: bool = False) -> P
 
     return Problem(model, loss, sampler(train, batch, source), train, metric)
 
-# %% ../../nbs/experiments/04_noisy.ipynb #fbf0291a
+# %% ../../nbs/experiments/04_noisy.ipynb #abdf5f65
 def _perceptron(seed: int) -> Problem:
     """Digits, by a network of two layers."""
     with torch.device("meta"):
         net = nn.Sequential(nn.Flatten(), nn.Linear(196, 64), nn.Tanh(), nn.Linear(64, 10))
     return _digits(net, seed, batch=100)
 
-# %% ../../nbs/experiments/04_noisy.ipynb #caf2d8d7
+# %% ../../nbs/experiments/04_noisy.ipynb #629662e8
 def _convolutional(seed: int) -> Problem:
     """Digits, by a convolutional network."""
     with torch.device("meta"):
@@ -138,7 +138,7 @@ def _convolutional(seed: int) -> Problem:
         )
     return _digits(net, seed, batch=64)
 
-# %% ../../nbs/experiments/04_noisy.ipynb #a0b1ca4b
+# %% ../../nbs/experiments/04_noisy.ipynb #174ef2a4
 def _autoencoder(seed: int) -> Problem:
     """Digits, copied through sixteen numbers."""
     widths = [196, 64, 16, 64]
@@ -151,7 +151,7 @@ def _autoencoder(seed: int) -> Problem:
         net = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(64, 196), nn.Tanh())
     return _digits(net, seed, batch=100, is_copied=True)
 
-# %% ../../nbs/experiments/04_noisy.ipynb #0698bfaa
+# %% ../../nbs/experiments/04_noisy.ipynb #c9945847
 def _language(net: nn.Module, seed: int, length: int, batch: int = 32) -> Problem:
     """Return the problem of a model of this book's text."""
     source, (codes, _) = torch.Generator().manual_seed(seed), load_text()
@@ -165,7 +165,7 @@ def _language(net: nn.Module, seed: int, length: int, batch: int = 32) -> Proble
     draw = sampler((train,), batch, source)
     return Problem(model, loss, draw, (shown,), partial(loss, hidden))
 
-# %% ../../nbs/experiments/04_noisy.ipynb #f528d254
+# %% ../../nbs/experiments/04_noisy.ipynb #001d75c6
 class LSTM(nn.Module):
     """A long short-term memory over characters.
 
@@ -196,7 +196,7 @@ class LSTM(nn.Module):
         logits: Tensor = self.output(torch.stack(states, 1))
         return logits
 
-# %% ../../nbs/experiments/04_noisy.ipynb #fc50523c
+# %% ../../nbs/experiments/04_noisy.ipynb #ee6abeaf
 class GPT(nn.Module):
     """A transformer over characters with one block.
 
@@ -235,7 +235,7 @@ class GPT(nn.Module):
         logits: Tensor = self.output(self.norms[2](x))
         return logits
 
-# %% ../../nbs/experiments/04_noisy.ipynb #8cc865a8
+# %% ../../nbs/experiments/04_noisy.ipynb #1eece826
 def _of_characters(kind: Callable[[int], nn.Module], length: int, seed: int) -> Problem:
     """This book's text in windows of some length, by a model of some kind."""
     symbols = len(load_text()[1])  # read before: a tensor that is made below has no numbers
@@ -243,7 +243,7 @@ def _of_characters(kind: Callable[[int], nn.Module], length: int, seed: int) -> 
         net = kind(symbols)
     return _language(net, seed, length)
 
-# %% ../../nbs/experiments/04_noisy.ipynb #40300cff
+# %% ../../nbs/experiments/04_noisy.ipynb #b6ee2337
 class Factors(nn.Module):
     """A matrix as the product of two factors.
 
@@ -262,7 +262,7 @@ class Factors(nn.Module):
         products: Tensor = self.left(places[:, 0]) * self.right(places[:, 1])
         return products.sum(1)
 
-# %% ../../nbs/experiments/04_noisy.ipynb #233da20e
+# %% ../../nbs/experiments/04_noisy.ipynb #c26271f1
 NATURE = 2**31
 
 
@@ -288,7 +288,7 @@ def _factorisation(seed: int, rows: int = 200, columns: int = 150, rank: int = 5
 
     return Problem(model, loss, sampler(train, 500, source), train, metric)
 
-# %% ../../nbs/experiments/04_noisy.ipynb #b9e1bde7
+# %% ../../nbs/experiments/04_noisy.ipynb #ffb16315
 NOISY: dict[str, Callable[[int], Problem]] = {
     "perceptron": _perceptron,
     "convolutional": _convolutional,
