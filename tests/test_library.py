@@ -51,13 +51,18 @@ SAME_FLOOR = {
     "graphs": "hvp",
     "groups.bordered": "groups.sparse_lu",
     "settings": "optim",
-    "experiments.digits": "experiments.image_data",
+    "experiments.digits": "experiments.",
     "experiments.image_data": "experiments.images",
     "experiments.images": "experiments.runner",
     "experiments.sequences": "experiments.",
     "experiments.methods": "experiments.",
     "experiments.records": "experiments.",
-    "experiments.runner": "experiments.__main__",
+    "experiments.functions": "experiments.noiseless",
+    "experiments.noisy": "experiments.",
+    "experiments.noiseless": "experiments.",
+    "experiments.contenders": "experiments.contest",
+    "experiments.contest": "experiments.__main__",
+    "experiments.runner": "experiments.",
 }
 """What is imported on its own floor, and by whom."""
 
@@ -70,7 +75,7 @@ THIRD_PARTY = {
 
 HANDWRITTEN = {"__init__.py", "py.typed"}
 
-DATA = {"mnist_mini"}
+DATA = {"book_text", "mnist_mini"}
 """Folders of data that the package ships."""
 
 

@@ -4,13 +4,14 @@
 __all__ = ['Row', 'planned', 'row_of', 'by_row', 'table', 'provenance', 'comparison', 'pace_of', 'progress', 'list_all', 'run_of',
            'run_one', 'compare', 'report', 'parser', 'main']
 
-# %% ../../nbs/experiments/04_plan.ipynb #d01065a6
+# %% ../../nbs/experiments/04_plan.ipynb #92d5f35c
 import argparse
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .contest import add_contest
 from .methods import METHODS
 from .records import ExperimentError
 from psgd_lit.experiments.runner import (
@@ -244,7 +245,7 @@ def report(store: Store, args: argparse.Namespace) -> int:
             print(f"python -m psgd_lit.experiments run {run.problem} {options}{extra} --resume")
     return 0
 
-# %% ../../nbs/experiments/04_plan.ipynb #a49c19dd
+# %% ../../nbs/experiments/04_plan.ipynb #2017c6b8
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     main = argparse.ArgumentParser(
@@ -289,6 +290,7 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("report", help="what is done, and what remains")
     plan.set_defaults(command=report)
     plan.add_argument("--commands", action="store_true", help="only the commands that remain")
+    add_contest(commands)
     return main
 
 # %% ../../nbs/experiments/04_plan.ipynb #700aab02
