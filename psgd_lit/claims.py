@@ -40,7 +40,7 @@ class Verdict:
         data = {"claim": self.claim, "verdict": self.word, "note": self.note}
         return {"text/plain": repr(self), MIME: data}
 
-# %% ../nbs/02_claims.ipynb #f14c4a28
+# %% ../nbs/02_claims.ipynb #1d2bd971
 ABOUT = 1.25
 """The largest ratio of two numbers that are "about" the same."""
 
@@ -93,7 +93,8 @@ def verdict(
     if isinstance(holds, Mapping):
         failing = [name for name, found in holds.items() if not _truth(found)]
         changed = _truth(changed) or 2 * len(failing) < len(holds)
-        note = " ".join(filter(None, [note, failing and f"Not for {', '.join(failing)}."]))
+        without = f"Not for {', '.join(failing)}." if failing else ""
+        note = f"{note} {without}".strip()
         holds = not failing and len(holds) > 0
     word = VERDICTS[0] if _truth(holds) else VERDICTS[1] if _truth(changed) else VERDICTS[2]
     return Verdict(claim, word if _truth(enough) else UNTRIED, note)
