@@ -73,7 +73,7 @@ def _truth(condition: Any) -> bool:
         )
     return is_true
 
-# %% ../nbs/02_claims.ipynb #7c3f1e0b
+# %% ../nbs/02_claims.ipynb #643f1723
 def verdict(
     claim: str, *, holds: Any, changed: Any = False, enough: Any = True, note: str = ""
 ) -> Verdict:
