@@ -11,16 +11,16 @@ import nbformat
 import pytest
 from bs4 import BeautifulSoup
 from gates import PAGES, Page, as_page, read_page, report, short
-from ledger import CLAIMS, FINDINGS, KINDS, READ, UNTRIED, WORDS, Claim, Finding, Ledger, read_ledger, stored
+from ledger import CLAIMS, DEFINITION, FINDINGS, KINDS, READ, WORDS, Claim, Finding, Ledger, read_ledger, stored
 from nbformat import v4
 from test_pages import html_of, soup_of
 
-from psgd_lit.claims import MIME, VERDICTS, verdict
+from psgd_lit.claims import MIME, UNTRIED, VERDICTS, verdict
 
 EQUATIONS = {str(number) for number in range(1, 21)}
 FIGURES = {str(number) for number in range(1, 6)}
 TABLE_ROWS = {"I, dense", "I, sparse LU", "I, Kronecker", "I, diagonal", "I, SCAN", "I, caption", "of times"}
-CONTRADICTIONS = {f"contradiction-{number}" for number in range(1, 20)}
+CONTRADICTIONS = {f"contradiction-{number}" for number in range(1, 18)}
 """What the paper numbers, the rows of its two tables, and the contradictions that were found in it."""
 
 
@@ -61,6 +61,25 @@ def malformed(ledger: Ledger) -> Iterator[str]:
             yield f"{claim.id}: the claim should be a sentence of at most 45 words"
         if claim.read and claim.kind not in FINDINGS:
             yield f"{claim.id}: a claim of the paper is executed, not read"
+        if claim.kind in FINDINGS and (claim.used or claim.rule):
+            yield f"{claim.id}: only a claim of the paper is a definition or has a rule"
+        for text in filter(None, (claim.rule, claim.missing)):
+            if not re.fullmatch(r"[A-Z].*\.", text) or len(text.split()) > 45:
+                yield f"{claim.id}: a rule, and what is missing, is a sentence of at most 45 words"
+
+
+TRAINING = re.compile(r"V\.B, Experiment|V\.C\.2|V\.D|VI")
+"""The sections of the paper whose claims are judged by recorded runs."""
+WITHOUT_RUNS = {"digits-dense", "diagonal-larger-than-scan", "large-batch-directions", "unit-eigenvalues"}
+"""Claims of these sections that need no training to be judged."""
+
+
+def unruled(ledger: Ledger) -> Iterator[str]:
+    """What recorded runs judge has a rule, and what nobody tries says why."""
+    for claim in ledger.claims:
+        by_runs = TRAINING.match(claim.section) and claim.id not in WITHOUT_RUNS and claim.kind not in FINDINGS
+        if by_runs and not (claim.rule or claim.used):
+            yield f"{claim.id}: a claim about training needs a rule, before it is tried"
 
 
 def test_list_is_complete(ledger: Ledger) -> None:
@@ -79,12 +98,21 @@ def with_claim(ledger: Ledger, **changes: str) -> Ledger:
     return Ledger((*ledger.claims, Claim(**claim)), ledger.sections, ledger.findings)
 
 
+def test_training_has_rules(ledger: Ledger) -> None:
+    """No claim about training is tried without a rule."""
+    report(unruled(ledger))
+
+
 @pytest.mark.parametrize(
     ("gate", "changes", "complaint"),
     [
+        (unruled, {"section": "V.D"}, "a claim about training needs a rule"),
+        (malformed, {"rule": "it is lower"}, "a rule, and what is missing, is a sentence"),
+        (malformed, {"missing": "no runs"}, "a rule, and what is missing, is a sentence"),
+        (malformed, {"kind": "observation", "used": "chap-hvp"}, "only a claim of the paper is a definition"),
         (missing, {"kind": "equation", "number": "21"}, "the paper has no equation '21'"),
         (missing, {"kind": "equation", "number": "8"}, "equation 8 is listed 2 times"),
-        (missing, {"kind": "contradiction", "id": "contradiction-20"}, "contradiction-20 is not listed"),
+        (missing, {"kind": "contradiction", "id": "contradiction-18"}, "contradiction-18 is not listed"),
         (malformed, {"id": "equation-8"}, "equation-8 is the id of 2 claims"),
         (malformed, {"id": "More"}, "small letters"),
         (malformed, {"kind": "opinion"}, "'opinion' is none of the kinds"),
@@ -166,7 +194,9 @@ def typed_by_hand(page: Page, ledger: Ledger) -> Iterator[str]:
         for call, when in calls(cell.tree):
             given = {keyword.arg: keyword.value for keyword in call.keywords}
             name = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
-            seen[name] = [given[key] for key in ("holds", "changed") if key in given] + ([when] if when else [])
+            seen[name] = [given[key] for key in ("holds", "changed", "enough") if key in given] + (
+                [when] if when else []
+            )
             optional |= {name} if when else set()
             if name is None or len(call.args) != 1 or "holds" not in given:
                 yield f"{cell}: write verdict('id', holds=condition, ...), not {ast.unparse(call)[:60]}"
@@ -192,14 +222,94 @@ def unknown(page: Page, ledger: Ledger) -> Iterator[str]:
             names[name] += 1
             if name not in ledger.by_id:
                 yield f"{cell}: no claim has the id {name!r}; add it to nbs/claims.toml"
-            if word not in VERDICTS:
+            elif ledger.by_id[name].used:
+                yield f"{cell}: {name} is a definition, and nothing to judge"
+            if word not in (*VERDICTS, UNTRIED):
                 yield f"{cell}: {word!r} is no verdict"
+            if word != VERDICTS[0] and not note:
+                yield f"{cell}: {name} is {word}, and the note should say why"
             if note and not re.fullmatch(r"[A-Z0-9$].*\.", note):
                 yield f"{cell}: the note on {name} should be a sentence on one line"
     yield from (f"{count} verdicts on {name}; one for each chapter" for name, count in names.items() if count > 1)
 
 
-VERDICT_GATES = [typed_by_hand, unknown]
+Bound = tuple[str, str, float | None]
+"""An expression, how it is compared, and with which number; None where it is compared with no number."""
+TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
+
+
+def number_in(node: ast.expr) -> float | None:
+    """The number that an expression of literals stands for."""
+    try:
+        value = eval(compile(ast.Expression(node), "", "eval"), {"__builtins__": {}})
+    except Exception:
+        return None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def bound(left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Bound:
+    """One comparison, with a number on the right."""
+    kind, number = type(operator), number_in(right)
+    if number is None and number_in(left) is not None and kind in TURNED:
+        left, right, kind, number = right, left, TURNED[kind], number_in(left)
+    words = ast.unparse(left) if number is not None else f"{ast.unparse(left)} ? {ast.unparse(right)}"
+    return words, kind.__name__.removesuffix("E"), number
+
+
+def parts_of(condition: ast.expr) -> Iterator[Bound]:
+    """The statements that a condition joins by `and`."""
+    match condition:
+        case ast.BoolOp(ast.And(), values):
+            for value in values:
+                yield from parts_of(value)
+        case ast.Compare(left, operators, rights):
+            for one, operator, other in zip([left, *rights], operators, rights, strict=False):
+                yield bound(one, operator, other)
+        case ast.Call(ast.Name("bool"), [inner]) | ast.Call(ast.Attribute(inner, "all"), []):
+            yield from parts_of(inner)
+        case _:
+            yield ast.unparse(condition), "", None
+
+
+def implies(asserted: Bound, judged: Bound) -> bool:
+    """Whether one statement leaves the other no choice."""
+    (words, kind, number), (others, other_kind, limit) = asserted, judged
+    if (words, kind) != (others, other_kind) or (number is None) != (limit is None):
+        return False
+    if number is None or limit is None:
+        return True
+    return number <= limit if kind == "Lt" else number >= limit if kind == "Gt" else number == limit
+
+
+def settled(page: Page, ledger: Ledger) -> Iterator[str]:
+    """A verdict judges nothing that an assertion above it has settled, under its name or written out."""
+    asserted: set[Bound] = set()
+    named: dict[str, ast.expr] = {}
+    for cell in page.code:
+        for node in ast.walk(cell.tree):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                named[node.targets[0].id] = node.value
+        tests = [node.test for node in ast.walk(cell.tree) if isinstance(node, ast.Assert)]
+        asserted |= {part for test in tests for part in (*parts_of(test), *written_out(test, named))}
+        for call, _ in calls(cell.tree):
+            holds = next((keyword.value for keyword in call.keywords if keyword.arg == "holds"), None)
+            parts = {*parts_of(holds), *written_out(holds, named)} if holds else set()
+            for part in parts:
+                if any(implies(known, part) for known in asserted):
+                    yield f"{cell}: {ast.unparse(call.args[0])} judges what is asserted before: {part[0]}"
+
+
+def written_out(condition: ast.expr, named: dict[str, ast.expr]) -> Iterator[Bound]:
+    """The parts of the conditions that the names in a condition stand for."""
+    joined = (
+        condition.values if isinstance(condition, ast.BoolOp) and isinstance(condition.op, ast.And) else [condition]
+    )
+    for part in joined:
+        if isinstance(part, ast.Name) and part.id in named:
+            yield from parts_of(named[part.id])
+
+
+VERDICT_GATES = [typed_by_hand, unknown, settled]
 
 
 @pytest.mark.parametrize("gate", VERDICT_GATES, ids=lambda gate: gate.__name__)
@@ -229,7 +339,17 @@ SPOILED_DATA = [
     ({"claim": "equation-0"}, "no claim has the id 'equation-0'"),
     ({"verdict": "is obvious"}, "'is obvious' is no verdict"),
     ({"note": "small n"}, "should be a sentence on one line"),
+    ({"claim": "equation-7"}, "equation-7 is a definition"),
+    ({"verdict": "not reproduced", "note": ""}, "equation-8 is not reproduced, and the note should say why"),
 ]
+SETTLED = [
+    "assert error < 1e-9",
+    "assert error < 1e-12",
+    "assert 1e-12 > error > 0",
+    "assert ready and error < 1e-10",
+    "small = error < 1e-9\nassert small",
+]
+OPEN = ["assert error < 1e-3", "assert error > 0", "assert other < 1e-12"]
 
 
 def sample(source: str = GOOD, times: int = 1, **data: str) -> Page:
@@ -271,6 +391,19 @@ def test_unknown_verdict_is_seen(data: dict[str, str], complaint: str, ledger: L
     assert complaint in "\n".join(unknown(sample(**data), ledger))
 
 
+@pytest.mark.parametrize("source", [*SETTLED, *OPEN])
+def test_settled_verdict_is_seen(source: str, ledger: Ledger) -> None:
+    """A condition that is asserted before, or one that is stronger, is seen; others may be."""
+    page = sample(GOOD.replace("\n", f"\n{source}\n", 1))
+    assert bool(list(settled(page, ledger))) == (source in SETTLED)
+
+
+def test_settled_under_a_name_is_seen(ledger: Ledger) -> None:
+    """A condition with a name is the same condition."""
+    source = GOOD.replace("error < 1e-9", "small").replace("\n", "\nsmall = error < 1e-9\nassert error < 1e-9\n", 1)
+    assert "judges what is asserted before" in "\n".join(settled(sample(source), ledger))
+
+
 def test_repeated_verdict_is_seen(ledger: Ledger) -> None:
     """A chapter judges a claim once."""
     assert list(unknown(sample(times=2), ledger)) == ["2 verdicts on equation-8; one for each chapter"]
@@ -282,7 +415,10 @@ def test_repeated_verdict_is_seen(ledger: Ledger) -> None:
 def test_weakest_verdict_counts() -> None:
     """Several chapters may judge one claim, and the weakest of their verdicts is shown."""
     claims = [Claim("a", "sentence", "I", "It holds."), Claim("b", "erratum", "I", "It errs.", read="the paper")]
-    assert [Ledger(tuple(claims), {}, ()).word(claim) for claim in claims] == [UNTRIED, READ]
+    claims.append(Claim("c", "equation", "I", "It is called so.", used="chap-x"))
+    assert [Ledger(tuple(claims), {}, ()).word(claim) for claim in claims] == [UNTRIED, READ, DEFINITION]
+    thin = (Finding("a", UNTRIED, "One seed.", "chap-x", "X"), Finding("a", VERDICTS[1], "So.", "chap-y", "Y"))
+    assert [Ledger(tuple(claims), {}, thin[:n]).word(claims[0]) for n in (1, 2)] == [UNTRIED, VERDICTS[1]]
     for words in (VERDICTS[:2], VERDICTS[1::-1], VERDICTS):
         found = tuple(Finding("b", word, "", "chap-x", "X") for word in words)
         assert Ledger(tuple(claims), {}, found).word(claims[1]) == max(words, key=WORDS.index)

@@ -20,16 +20,16 @@ from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 from writer import ROOT, pages
 
-from psgd_lit.claims import MIME, VERDICTS
+from psgd_lit.claims import MIME, UNTRIED, VERDICTS
 
 CLAIMS = ROOT / "nbs" / "claims.toml"
 NUMBERED = {"equation": "Equation ({})", "table": "Table {}", "figure": "Figure {}"}
-FINDINGS = {"erratum": "Errata", "contradiction": "Contradictions"}
+FINDINGS = {"erratum": "Errata", "contradiction": "Contradictions", "observation": "Observations"}
 KINDS = (*NUMBERED, "sentence", *FINDINGS)
 """The kinds of claims: those of the paper, with a number or without, and ours about the paper."""
-UNTRIED, READ = "not yet tried", "found by reading"
-WORDS = (*VERDICTS, UNTRIED, READ)
-"""What a row of the ledger can say; only what compares texts, and computes nothing, is found by reading."""
+DEFINITION, READ = "definition", "found by reading"
+WORDS = (*VERDICTS, UNTRIED, DEFINITION, READ)
+"""What a row of the ledger can say; definitions and what was found by reading have no verdict, nothing is computed."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class Claim:
         text: what is claimed, in our words.
         number: of the equation, table or figure.
         read: what was read, for what is found by reading.
+        used: the label of the chapter that uses it, for a definition and for arithmetic.
+        rule: what must be measured for it to hold, for a claim whose words do not say it.
+        missing: why nothing is known of it yet.
     """
 
     id: str
@@ -51,6 +54,9 @@ class Claim:
     text: str
     number: str = ""
     read: str = ""
+    used: str = ""
+    rule: str = ""
+    missing: str = ""
 
     @property
     def place(self) -> str:
@@ -98,8 +104,9 @@ class Ledger:
 
     def word(self, claim: Claim) -> str:
         """The weakest verdict on a claim, or what stands there without any."""
-        found = [finding.verdict for finding in self.on(claim)]
-        return max(found, key=VERDICTS.index) if found else READ if claim.read else UNTRIED
+        found = [finding.verdict for finding in self.on(claim) if finding.verdict != UNTRIED]
+        without = DEFINITION if claim.used else READ if claim.read else UNTRIED
+        return max(found, key=VERDICTS.index) if found else without
 
     def parts(self) -> Iterator[tuple[str, list[Claim]]]:
         """The claims by heading: the paper's sections, then what was found about the paper."""
@@ -211,7 +218,7 @@ class ClaimsLedger(LedgerDirective):
             )
             for word in WORDS
         ]
-        return self.table({"verdict": 2, "claims of the paper": 1, "errata and contradictions": 1}, rows, "summary")
+        return self.table({"verdict": 2, "claims of the paper": 1, "ours about it": 1}, rows, "summary")
 
     def part(self, ledger: Ledger, title: str, claims: list[Claim]) -> Any:
         """A section with its table."""
@@ -227,10 +234,16 @@ class ClaimsLedger(LedgerDirective):
             self.paragraph(f"{{ref}}`{found.title} <{found.target}>`{': ' * bool(found.note)}{found.note}")
             for found in ledger.on(claim)
         ]
+        if claim.used:
+            said.append(self.paragraph(f"Used in {{ref}}`{claim.used}`."))
         if claim.read:
             said.append(self.paragraph(f"Read in {claim.read}."))
-        what = self.paragraph(nodes.strong("", f"{claim.place}."), f" {claim.text}")
-        row = self.row([what], [self.paragraph(self.badge(ledger.word(claim)))], said)
+        if claim.missing:
+            said.append(self.paragraph(claim.missing))
+        what = [self.paragraph(nodes.strong("", f"{claim.place}."), f" {claim.text}")]
+        if claim.rule:
+            what.append(self.paragraph(nodes.emphasis("", "Rule."), f" {claim.rule}"))
+        row = self.row(what, [self.paragraph(self.badge(ledger.word(claim)))], said)
         return self.anchor(row, claim.target)
 
 
