@@ -4,7 +4,7 @@
 __all__ = ['map_leaves', 'named_leaves', 'nested_leaves', 'copied', 'started', 'Bucket', 'kind_of', 'buckets_of', 'parts_of',
            'Buckets']
 
-# %% ../nbs/09_buckets.ipynb #28b03d47
+# %% ../nbs/09_buckets.ipynb #6135c1ca
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, count, pairwise
 from typing import Any
@@ -59,7 +59,7 @@ def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
     return {name: map_leaves(copy, value) for name, value in state.items()}
 
-# %% ../nbs/09_buckets.ipynb #6f20bc67
+# %% ../nbs/09_buckets.ipynb #252b8f21
 def started(choice: Choice, scale: float | str, device: Any = None) -> dict[str, Any]:
     """Return the state of a block that has learned nothing, Q at `scale` times the identity.
 
@@ -76,7 +76,7 @@ def started(choice: Choice, scale: float | str, device: Any = None) -> dict[str,
     multiple = torch.full((block.batch,), first, **kind)
     return start(group, group.scale(one, multiple))._asdict()
 
-# %% ../nbs/09_buckets.ipynb #8e538c12
+# %% ../nbs/09_buckets.ipynb #0af9bccf
 class Bucket:
     """Blocks of one group, shape, dtype and device, whose states are one batch.
 
@@ -186,7 +186,7 @@ def kind_of(choice: Choice) -> tuple[Any, ...]:
     params = choice.block.params
     return choice.group, choice.shape, state_dtype(params), params[0].device
 
-# %% ../nbs/09_buckets.ipynb #893b5b4d
+# %% ../nbs/09_buckets.ipynb #ac1d5392
 def buckets_of(
     choices: Iterable[Choice],
     scale: float | str,
@@ -223,7 +223,7 @@ def parts_of(
     new = {p for p in group["params"] if p.requires_grad or state.get(p)} - set().union(*old)
     return [*old, new]
 
-# %% ../nbs/09_buckets.ipynb #9d60c8d0
+# %% ../nbs/09_buckets.ipynb #98f8e904
 class Buckets:
     """The buckets of several param groups, which follow the set of active blocks and their dtypes and devices.
 

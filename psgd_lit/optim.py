@@ -5,7 +5,7 @@ __all__ = ['Pairs', 'PAPER', 'LR', 'period', 'average', 'averages', 'hold_averag
            'undefined_if_bad', 'damped_pairs', 'all_finite', 'fits', 'is_read', 'after_loss', 'word_of_trouble',
            'tried', 'number', 'judged', 'PSGD']
 
-# %% ../nbs/10_psgd.ipynb #869150f4
+# %% ../nbs/10_psgd.ipynb #7f96f3ef
 import math
 import operator
 import warnings
@@ -115,7 +115,7 @@ def hold_averages(
         other = torch.zeros_like(mean) if past is None else past.to(mean)
         mean.copy_(mean.where(finite.to(mean.device), other))
 
-# %% ../nbs/10_psgd.ipynb #60a66b1a
+# %% ../nbs/10_psgd.ipynb #27a5801b
 class Move(NamedTuple):
     """What a step will do to the parameters of a bucket.
 
@@ -137,7 +137,7 @@ class Move(NamedTuple):
         if real:
             torch._foreach_sub_(real, self.steps)  # eq-psgd
 
-# %% ../nbs/10_psgd.ipynb #9be1ec05
+# %% ../nbs/10_psgd.ipynb #e7d9ec9c
 def planned_move(
     group: dict[str, Any],
     bucket: Bucket,
@@ -165,7 +165,7 @@ def planned_move(
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
 
-# %% ../nbs/10_psgd.ipynb #ba2ef982
+# %% ../nbs/10_psgd.ipynb #58871458
 def planned_moves(
     groups: Sequence[dict[str, Any]],
     active: Sequence[tuple[dict[str, Any], Bucket]],
@@ -292,7 +292,7 @@ def fits(
     ]
     return states, finite & ~all_finite(list(products.values())).to(finite.device)
 
-# %% ../nbs/10_psgd.ipynb #x1
+# %% ../nbs/10_psgd.ipynb #b650e26a
 def is_read(t: int) -> bool:
     """Return whether the host may wait for the device at an iteration: at 10, 20, 50, 100, 200, and so on."""
     return t >= 10 and str(t).rstrip("0") in ("1", "2", "5")
@@ -313,7 +313,7 @@ def after_loss(head: Mapping[str, Any], loss: Tensor | None) -> dict[str, Any]:
         return {"ceiling": usual.maximum(100 * size), "exploded": torch.zeros_like(size)}
     return {"exploded": head["exploded"] + (size > usual)}
 
-# %% ../nbs/10_psgd.ipynb #x4
+# %% ../nbs/10_psgd.ipynb #d0e278a7
 def word_of_trouble(head: Mapping[str, Any]) -> str | None:
     """Return a warning, at iterations at which the host may wait, if fits were dropped or the loss has exploded.
 
@@ -334,7 +334,7 @@ def word_of_trouble(head: Mapping[str, Any]) -> str | None:
         )
     return None
 
-# %% ../nbs/10_psgd.ipynb #x7
+# %% ../nbs/10_psgd.ipynb #7e58e724
 def tried(
     moves: Iterable[Move], state: Mapping[Tensor, dict[str, Any]], refused: Tensor, part: Tensor
 ) -> tuple[list[Move], dict[Tensor, dict[str, Tensor]]]:
@@ -360,7 +360,7 @@ def tried(
         new.append(Move(move.params, None, steps))
     return new, kept
 
-# %% ../nbs/10_psgd.ipynb #new1528960
+# %% ../nbs/10_psgd.ipynb #60132abf
 def number(loss: Any) -> Tensor | None:
     """Return a loss as a number without a graph; None if it is none, for a closure may return anything."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
@@ -398,7 +398,7 @@ def judged(head: Mapping[str, Any], loss: Tensor | None) -> tuple[dict[str, Any]
     trial, refused = trial.judge(-loss if head["maximize"] else loss)
     return trial._asdict(), refused
 
-# %% ../nbs/10_psgd.ipynb #292d3a7d
+# %% ../nbs/10_psgd.ipynb #e252c0c2
 PAPER: dict[str, Any] = {
     "lr_preconditioner": 0.01,
     "normalizer": "pair",

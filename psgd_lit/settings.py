@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
         return value
     return operator.index(value) if isinstance(value, Integral) else float(value)
 
-# %% ../nbs/09_settings.ipynb #1d80b055
+# %% ../nbs/09_settings.ipynb #1b09b544
 _SHARED = ("hvp", "update_every", "max_norm", "monotone", "maximize", "seed")
 _BY_RULE = ("init_scale", "max_norm")  # "auto" leaves these to a rule
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -88,7 +88,7 @@ def check_number(name: str, value: Any, read: bool) -> None:
     if (number or read) and not valid(value):
         raise ValueError(f"{name} must be {text}, not {value!r}")
 
-# %% ../nbs/09_settings.ipynb #6372f659
+# %% ../nbs/09_settings.ipynb #cee096aa
 def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool = True) -> None:
     """Check the settings of a param group.
 
@@ -216,7 +216,7 @@ def entries_of(
             entries = {p: {} for p in members} | entries
     return entries
 
-# %% ../nbs/09_settings.ipynb #6835d826
+# %% ../nbs/09_settings.ipynb #bcc1b91f
 _OF_PARAMETERS = ("momentum", "place", "direction")  # what a parameter keeps in its own shape
 
 
@@ -298,13 +298,16 @@ def nested_entries(
     """Return what was saved for each parameter in the nests of its block; what a block lacks stays out."""
     nested = {p: dict(entry) for p, entry in entries.items()}
     for choice in choices:
-        flat = nested.get(choice.block.params[0], {})
-        for name, value in started(choice, 1.0, "meta").items():
+        first = choice.block.params[0]
+        flat, form = nested.get(first, {}), started(choice, 1.0, "meta")
+        for name, value in form.items():
             inside = named_leaves({name: value}).keys()
             if inside <= flat.keys():
                 flat |= nested_leaves({name: value}, flat)
                 for leaf in inside - {name}:
                     del flat[leaf]
+        if flat:
+            nested[first] = {name: flat[name] for name in form if name in flat} | flat
     return nested
 
 # %% ../nbs/09_settings.ipynb #05df7094
