@@ -1,6 +1,7 @@
 """Preconditioned stochastic gradient descent: a book that is also a torch library."""
 
+from .diagnosis import doctor
 from .optim import PSGD
 
 __version__ = "0.1.0"
-__all__ = ["PSGD", "__version__"]
+__all__ = ["PSGD", "__version__", "doctor"]
