@@ -4,7 +4,7 @@
 __all__ = ['LARGEST_DENSE', 'MARGIN', 'candidates', 'Quality', 'quality_of', 'step_seconds', 'state_bytes', 'StepCost',
            'step_costs', 'table', 'Report', 'doctor']
 
-# %% ../nbs/11_doctor.ipynb #328e1280
+# %% ../nbs/11_doctor.ipynb #b6f53130
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,7 +41,7 @@ from psgd_lit.quality import (
     starting_scale,
 )
 
-# %% ../nbs/11_doctor.ipynb #2f22ac5a
+# %% ../nbs/11_doctor.ipynb #92b8475b
 LARGEST_DENSE = 2048
 
 
@@ -67,7 +67,7 @@ def candidates(model: nn.Module) -> tuple[dict[str, dict[str, Any]], dict[str, s
                 refused[name] = str(error).partition("\n")[0]
     return fitting, refused
 
-# %% ../nbs/11_doctor.ipynb #abff8803
+# %% ../nbs/11_doctor.ipynb #fbe0f99f
 MARGIN = 3.0
 
 
@@ -92,7 +92,7 @@ class Quality(NamedTuple):
     lr: float | None
     max_norm: float
 
-# %% ../nbs/11_doctor.ipynb #4801360e
+# %% ../nbs/11_doctor.ipynb #aaf104ae
 def quality_of(
     name: str,
     opt: PSGD,
@@ -133,7 +133,7 @@ def quality_of(
     lr, max_norm = longest_step(loss, gradient, step), MARGIN * length
     return Quality(name, size, evenness, sizes, balance, lr, max_norm)
 
-# %% ../nbs/11_doctor.ipynb #f9d1877d
+# %% ../nbs/11_doctor.ipynb #dd92d981
 def step_seconds(
     steps: Mapping[str, Callable[[], Any]],
     until: float,
@@ -167,14 +167,14 @@ def step_seconds(
         for name, taken in times.items()
     }
 
-# %% ../nbs/11_doctor.ipynb #a2d2f75c
+# %% ../nbs/11_doctor.ipynb #026fec76
 def state_bytes(opt: torch.optim.Optimizer) -> int:
     """Return the bytes of all tensors in the state of an optimizer."""
     values = [value for entry in opt.state.values() for value in entry.values()]
     tensors = [value for value in values if isinstance(value, Tensor | tuple)]
     return sum(leaf.nbytes for leaf in leaves(tensors))
 
-# %% ../nbs/11_doctor.ipynb #c729d4a8
+# %% ../nbs/11_doctor.ipynb #e5e73910
 class StepCost(NamedTuple):
     """What a step costs.
 
@@ -198,7 +198,7 @@ class StepCost(NamedTuple):
         clock, processor = (a / b for a, b in zip(self.seconds, self.beside, strict=True))
         return clock, processor
 
-# %% ../nbs/11_doctor.ipynb #b024385b
+# %% ../nbs/11_doctor.ipynb #7132fd84
 def step_costs(
     name: str,
     opt: torch.optim.Optimizer,
@@ -241,7 +241,7 @@ def step_costs(
         if kind in found
     ]
 
-# %% ../nbs/11_doctor.ipynb #3630f434
+# %% ../nbs/11_doctor.ipynb #e89ddd75
 def table(rows: Sequence[Sequence[str | float | None]]) -> str:
     """Return rows of text, numbers and nothing in columns of equal width; numbers have two digits."""
 
@@ -257,7 +257,7 @@ def table(rows: Sequence[Sequence[str | float | None]]) -> str:
     ]
     return "\n".join(line.rstrip() for line in lines)
 
-# %% ../nbs/11_doctor.ipynb #cfd9e5b5
+# %% ../nbs/11_doctor.ipynb #ef0d91b9
 @dataclass(frozen=True, repr=False)
 class Report:
     """What `doctor` has found; `str` and `repr` are its tables.
@@ -336,7 +336,7 @@ class Report:
         parts += ["\n".join(["left out:", *self.left_out])] if self.left_out else []
         return "\n\n".join(parts)
 
-# %% ../nbs/11_doctor.ipynb #79389d48
+# %% ../nbs/11_doctor.ipynb #3a044522
 def _kind_of(params: Iterable[Tensor]) -> str:
     """Say how many numbers are trained, and where they are."""
     params = list(params)
@@ -346,7 +346,7 @@ def _kind_of(params: Iterable[Tensor]) -> str:
     tensors = f"{len(params)} tensor{'s' * (len(params) > 1)}"
     return f"{count} trained numbers in {tensors}, {', '.join(dtypes)} on {', '.join(places)}"
 
-# %% ../nbs/11_doctor.ipynb #6606efd5
+# %% ../nbs/11_doctor.ipynb #55f62a8b
 _FEW = 200  # parameters, for which all eigenvalues are computed
 
 
@@ -432,7 +432,7 @@ class _Visit:
                 self.left_out.append(f"times of {name}: no time for three rounds")
         return found
 
-# %% ../nbs/11_doctor.ipynb #2c1a3816
+# %% ../nbs/11_doctor.ipynb #e04253f1
 def _checked(model: Any, loss: Any, seconds: float) -> dict[Tensor, str]:
     """Return the names of the trainable parameters, or raise an error that says what is wrong."""
     if not isinstance(model, nn.Module):
@@ -454,7 +454,7 @@ def _checked(model: Any, loss: Any, seconds: float) -> dict[Tensor, str]:
     check_parameters(names)
     return names
 
-# %% ../nbs/11_doctor.ipynb #b89a24c8
+# %% ../nbs/11_doctor.ipynb #a29d7574
 def doctor(
     model: nn.Module,
     loss: Callable[[], Tensor],

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['unchanged', 'replaying', 'steadiness', 'Condition', 'examine', 'Trial', 'try_products']
 
-# %% ../nbs/11_examination.ipynb #66457b05
+# %% ../nbs/11_examination.ipynb #1f5468ea
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from .closures import histories
 from .hvp import PAPER_STEP, hvp_approx, loss_and_gradient
 from .quality import PRODUCTS
 
-# %% ../nbs/11_examination.ipynb #213ef2c8
+# %% ../nbs/11_examination.ipynb #01c356e9
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Put a model back, bit for bit, whatever happens inside.
@@ -54,7 +54,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for history, past in seen:
             vars(history).update(past)
 
-# %% ../nbs/11_examination.ipynb #c966205e
+# %% ../nbs/11_examination.ipynb #ed044ac7
 def replaying(loss: Callable[[], Tensor], devices: set[torch.device]) -> Callable[[], Tensor]:
     """Return a closure that draws the same random numbers of torch at each call, and leaves them as they were.
 
@@ -69,7 +69,7 @@ def replaying(loss: Callable[[], Tensor], devices: set[torch.device]) -> Callabl
 
     return replayed
 
-# %% ../nbs/11_examination.ipynb #3de65784
+# %% ../nbs/11_examination.ipynb #b0bc3c5a
 def steadiness(loss: Callable[[], Tensor], devices: set[torch.device]) -> tuple[float, float]:
     """Return by how much two calls of a closure differ at one point, relative to the loss.
 
@@ -90,7 +90,7 @@ def steadiness(loss: Callable[[], Tensor], devices: set[torch.device]) -> tuple[
         again = value()
     return abs(again - first) / (abs(first) or 1.0), abs(other - first) / (abs(first) or 1.0)
 
-# %% ../nbs/11_examination.ipynb #f17172bf
+# %% ../nbs/11_examination.ipynb #bd3658d5
 class Condition(NamedTuple):
     """What is known of a loss where the parameters stand.
 
@@ -112,7 +112,7 @@ class Condition(NamedTuple):
         finite = all(bool(as_real(g).isfinite().all()) for g in self.gradient.values())
         return bool(self.gradient) and math.isfinite(self.loss) and finite
 
-# %% ../nbs/11_examination.ipynb #6c26d453
+# %% ../nbs/11_examination.ipynb #e7ee68cc
 def examine(loss: Callable[[], Tensor], names: Mapping[Tensor, str]) -> Condition:
     """Look at a loss and its gradient.
 
@@ -148,7 +148,7 @@ def examine(loss: Callable[[], Tensor], names: Mapping[Tensor, str]) -> Conditio
         )
     return Condition(float(value), gradient, not same > rounding, tuple(findings))
 
-# %% ../nbs/11_examination.ipynb #a0c6d702
+# %% ../nbs/11_examination.ipynb #127d8573
 class Trial(NamedTuple):
     """What became of one kind of product.
 
@@ -162,7 +162,7 @@ class Trial(NamedTuple):
     reason: str = ""
     deviation: float | None = None
 
-# %% ../nbs/11_examination.ipynb #f4b0efc8
+# %% ../nbs/11_examination.ipynb #3b2a34d5
 _UNSTEADY = "two calls at one point differ, and their difference would count as curvature: draw data outside of the closure"
 
 

@@ -4,7 +4,7 @@
 __all__ = ['Values', 'Multiply', 'PRODUCTS', 'Operation', 'LADDER', 'multiply_by_hessian', 'act', 'starting_scale', 'fit_at_rest',
            'balances', 'eigenvalue_sizes', 'size_and_evenness', 'longest_step']
 
-# %% ../nbs/11_quality.ipynb #2c863e34
+# %% ../nbs/11_quality.ipynb #b2b2e494
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
@@ -18,7 +18,7 @@ from .derivatives import draw_by_parameter
 from .hvp import hvp_approx, hvp_exact, hvp_forward
 from .optim import PSGD, fits
 
-# %% ../nbs/11_quality.ipynb #fc429866
+# %% ../nbs/11_quality.ipynb #f8ca5c7d
 Values = Mapping[Tensor, Tensor]
 Multiply = Callable[[Values], dict[Tensor, Tensor]]
 PRODUCTS = {"exact": hvp_exact, "forward": hvp_forward, "approx": hvp_approx}
@@ -41,7 +41,7 @@ def multiply_by_hessian(
 
     return multiply
 
-# %% ../nbs/11_quality.ipynb #82611220
+# %% ../nbs/11_quality.ipynb #336484f6
 Operation = Literal["apply", "apply_t", "solve", "solve_t", "precondition"]
 
 
@@ -68,7 +68,7 @@ def act(opt: PSGD, operation: Operation, values: Values) -> dict[Tensor, Tensor]
         for p in values
     }
 
-# %% ../nbs/11_quality.ipynb #473e1021
+# %% ../nbs/11_quality.ipynb #871ff068
 def starting_scale(probe: Values, product: Values) -> float:
     """Return the `init_scale` at which a pair is in balance.
 
@@ -86,7 +86,7 @@ def starting_scale(probe: Values, product: Values) -> float:
         return math.nan
     return math.sqrt(length_of_v / length_of_h)  # eq-starting-scale
 
-# %% ../nbs/11_quality.ipynb #039c387f
+# %% ../nbs/11_quality.ipynb #1cdf58b5
 def fit_at_rest(
     optimizers: Iterable[PSGD],
     multiply: Multiply,
@@ -119,7 +119,7 @@ def fit_at_rest(
         t += 1
     return t
 
-# %% ../nbs/11_quality.ipynb #7610176f
+# %% ../nbs/11_quality.ipynb #3a3f1e5a
 def balances(
     opt: PSGD, pairs: Iterable[tuple[Values, Values]]
 ) -> dict[tuple[Tensor, ...], float]:
@@ -146,7 +146,7 @@ def balances(
     # eq-balance
     return {params: float(s[0] / s[1]) for params, s in sums.items() if s[0] > 0}
 
-# %% ../nbs/11_quality.ipynb #be5266f3
+# %% ../nbs/11_quality.ipynb #494214a0
 def eigenvalue_sizes(opt: PSGD, multiply: Multiply, params: Sequence[Tensor]) -> Tensor:
     """Return the magnitudes of the eigenvalues of P H in ascending order, from one product for each coordinate.
 
@@ -173,7 +173,7 @@ def eigenvalue_sizes(opt: PSGD, multiply: Multiply, params: Sequence[Tensor]) ->
     magnitudes: Tensor = torch.linalg.eigvalsh((M + M.T) / 2).abs().sort().values
     return magnitudes
 
-# %% ../nbs/11_quality.ipynb #4b8eda30
+# %% ../nbs/11_quality.ipynb #a79fd544
 def size_and_evenness(
     opt: PSGD, multiply: Multiply, params: Sequence[Tensor], probes: int = 5
 ) -> tuple[float, float]:
@@ -200,7 +200,7 @@ def size_and_evenness(
     # eq-evenness
     return math.sqrt(seconds / ones), seconds**2 / (ones * fourths) if fourths else math.nan
 
-# %% ../nbs/11_quality.ipynb #6cb164dd
+# %% ../nbs/11_quality.ipynb #a2d5550c
 LADDER = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 
 
