@@ -119,7 +119,7 @@ def fit_at_rest(
         t += 1
     return t
 
-# %% ../nbs/11_quality.ipynb #3a3f1e5a
+# %% ../nbs/11_quality.ipynb #0a6ad299
 def balances(
     opt: PSGD, pairs: Iterable[tuple[Values, Values]]
 ) -> dict[tuple[Tensor, ...], float]:
@@ -130,7 +130,7 @@ def balances(
         pairs: probes and products by parameter; a coordinate whose h is exactly 0 counts for neither.
 
     Returns:
-        The ratio by the parameters of the block: below 1 where P is too small still, above 1 where it is too large.
+        The ratio by the parameters of the block, below 1 where P is too small still, above 1 where it is too large.
         Blocks without curvature are left out.
     """
     sums: dict[tuple[Tensor, ...], Tensor] = {}
