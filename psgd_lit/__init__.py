@@ -1,6 +1,7 @@
 """Preconditioned stochastic gradient descent: a book that is also a torch library."""
 
+from .diagnosis import doctor
 from .optim import PAPER, PSGD
 
 __version__ = "0.1.0"
-__all__ = ["PAPER", "PSGD", "__version__"]
+__all__ = ["PAPER", "PSGD", "__version__", "doctor"]

@@ -57,7 +57,7 @@ def damp(
     added = probe if kind == "traditional" else noise
     return torch._foreach_add(list(product), list(added), alpha=damping)
 
-# %% ../nbs/07_regularisation.ipynb #038f2089
+# %% ../nbs/07_regularisation.ipynb #23ebf10a
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the norm of all tensors together, on the device of the first one, in the widest of all dtypes and float32."""
     dtype = reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
@@ -94,7 +94,7 @@ def clip_factor(tensors: Sequence[Tensor], max_norm: float | Tensor) -> Tensor:
     factor: Tensor = (max_norm / norm).clamp(max=1.0)  # eq-clipping
     return factor.where(norm.isfinite(), 0.0)
 
-# %% ../nbs/07_regularisation.ipynb #new1102801
+# %% ../nbs/07_regularisation.ipynb #a08f2704
 def threshold(max_norm: float | str, hvp: str, params: Sequence[Tensor]) -> float | Tensor:
     """Return the threshold on the norm of a step.
 

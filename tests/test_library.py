@@ -13,7 +13,7 @@ import pytest
 from gates import LIBRARY, NBS, ROOT, report
 
 FLOORS = {
-    "": 4,
+    "": 7,
     "affine": 0,
     "blocks": 1,
     "buckets": 2,
@@ -22,6 +22,8 @@ FLOORS = {
     "costs": 1,
     "criterion": None,
     "derivatives": 1,
+    "diagnosis": 6,
+    "examination": 5,
     "experiments": 4,
     "features": 1,
     "groups": 0,
@@ -39,6 +41,7 @@ FLOORS = {
     "hvp": 0,
     "optim": 3,
     "problems": None,
+    "quality": 4,
     "regularization": 0,
     "settings": 3,
     "viz": None,
@@ -299,7 +302,7 @@ def test_floors() -> None:
     [
         ("hvp", "from psgd_lit.optim import PSGD", "psgd_lit.hvp (floor 0) imports psgd_lit.optim (floor 3)"),
         ("hvp", "def f():\n    from . import optim", "psgd_lit.hvp (floor 0) imports psgd_lit.optim (floor 3)"),
-        ("hvp", "import psgd_lit", "psgd_lit.hvp (floor 0) imports psgd_lit (floor 4)"),
+        ("hvp", "import psgd_lit", "psgd_lit.hvp (floor 0) imports psgd_lit (floor 7)"),
         (
             "hvp",
             "from .groups.protocol import Group",
