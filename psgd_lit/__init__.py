@@ -1,7 +1,8 @@
 """Preconditioned stochastic gradient descent: a book that is also a torch library."""
 
 from .diagnosis import doctor
-from .optim import PAPER, PSGD
+from .optim import PSGD
+from .settings import PAPER
 
 __version__ = "0.1.0"
 __all__ = ["PAPER", "PSGD", "__version__", "doctor"]

@@ -47,7 +47,7 @@ class Piece:
             array = array.reshape([self.view[i] for i in self.order]).permute(back)
         return array.reshape(as_real(self.param).shape)
 
-# %% ../nbs/08_affine.ipynb #d076eeef
+# %% ../nbs/08_affine.ipynb #7bf20d66
 @dataclass(frozen=True, eq=False)
 class Block:
     """A bijection between the entries of parameters and one array of shape `(batch, n1, ..., nd)`.
@@ -76,6 +76,10 @@ class Block:
     def shape(self) -> tuple[int, ...]:
         """The dimensions (n1, ..., nd) of one array."""
         return (*self.pieces[0].shape[1:-1], sum(piece.shape[-1] for piece in self.pieces))
+
+    def label(self, names: Mapping[Tensor, str]) -> str:
+        """Return the names and shapes of the parameters, for a message."""
+        return ", ".join(f"{names.get(p, 'a parameter')} {tuple(p.shape)}" for p in self.params)
 
     def join(self, values: Mapping[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the array of one tensor a parameter, `(batch, *shape)`; a missing one counts as zero."""

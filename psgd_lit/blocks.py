@@ -193,13 +193,8 @@ def checked_blocks(blocks: Any) -> tuple[Block, ...]:
                 )
     return found
 
-# %% ../nbs/08_blocks.ipynb #19db3f88
+# %% ../nbs/08_blocks.ipynb #d0115504
 MAX_DENSE = 20_000  # parameters: a dense factor of this size takes 1.6 GB in float32
-
-
-def _label(block: Block, names: Mapping[Tensor, str]) -> str:
-    """Return the names and shapes of the parameters of a block."""
-    return ", ".join(f"{names.get(p, 'a parameter')} {tuple(p.shape)}" for p in block.params)
 
 
 def _check_name(preconditioner: str, block: Block, names: Mapping[Tensor, str]) -> None:
@@ -212,23 +207,12 @@ def _check_name(preconditioner: str, block: Block, names: Mapping[Tensor, str]) 
         )
     if preconditioner == "scan" and len(block.shape) == 2 and not block.constant:
         raise ValueError(
-            f'preconditioner="scan" normalizes the inputs of a matrix with a bias, and {_label(block, names)} has no '
+            f'preconditioner="scan" normalizes the inputs of a matrix with a bias, and {block.label(names)} has no '
             'column for it: pass blocks=affine_blocks(model), and for layers without a bias choose "scan-or-kron", or a '
             "param group with another preconditioner"
         )
 
-# %% ../nbs/08_blocks.ipynb #1ab683b6
-def _choice(rule: Rule, block: Block, names: Mapping[Tensor, str]) -> Choice:
-    """Return a block with the group that a rule gives it; an error tells which block it is."""
-    group: Any = rule(block.shape)
-    if not isinstance(group, Group):
-        raise TypeError(f"a rule must return a group, not {group!r}")
-    try:
-        return Choice(group, group.shape_for(block.shape), block)
-    except ValueError as error:
-        raise ValueError(f"{_label(block, names)}: {error}") from None
-
-
+# %% ../nbs/08_blocks.ipynb #ab134051
 def choose(
     preconditioner: Preconditioner,
     params: Iterable[Tensor],
@@ -264,8 +248,16 @@ def choose(
         if isinstance(preconditioner, str):
             _check_name(preconditioner, block, names or {})
     scans = {block for block in found if preconditioner == "scan-or-kron" and block.constant}
-    rules = [RULES["scan"] if block in scans else rule for block in found]
-    return [_choice(one, block, names or {}) for one, block in zip(rules, found, strict=True)]
+    choices = []
+    for block in found:
+        group: Any = (RULES["scan"] if block in scans else rule)(block.shape)
+        if not isinstance(group, Group):
+            raise TypeError(f"a rule must return a group, not {group!r}")
+        try:
+            choices.append(Choice(group, group.shape_for(block.shape), block))
+        except ValueError as error:
+            raise ValueError(f"{block.label(names or {})}: {error}") from None
+    return choices
 
 # %% ../nbs/08_blocks.ipynb #797d04c7
 def leaves(state: Any) -> list[Tensor]:

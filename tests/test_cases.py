@@ -47,7 +47,8 @@ from psgd_lit.blocks import KronRule, choose, leaves
 from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.triangular import Triangular
-from psgd_lit.optim import PAPER, PSGD
+from psgd_lit.optim import PSGD
+from psgd_lit.settings import PAPER
 
 ALL_NAMES = (*NAMES, "scan")
 D = torch.float64

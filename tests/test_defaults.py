@@ -15,7 +15,7 @@ from psgd_lit.affine import affine_blocks
 from psgd_lit.groups.first_scale import ASLEEP, begin, first_scale, is_asleep
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.triangular import Triangular
-from psgd_lit.optim import LR
+from psgd_lit.settings import LR
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 NAMES = ("dense", "splu", "kron", "diagonal", "esgd", "scan-or-kron")

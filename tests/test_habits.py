@@ -15,7 +15,8 @@ from psgd_lit.blocks import KronRule
 from psgd_lit.derivatives import draw_probes
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.triangular import Triangular
-from psgd_lit.optim import PAPER, PSGD, average
+from psgd_lit.optim import PSGD, average
+from psgd_lit.settings import PAPER
 
 
 def trained(net: nn.Module, steps: int = 3, **settings: Any) -> PSGD:

@@ -22,6 +22,7 @@ FLOORS = {
     "costs": 1,
     "criterion": None,
     "derivatives": 1,
+    "descent": 0,
     "diagnosis": 6,
     "examination": 5,
     "experiments": 4,
@@ -31,6 +32,7 @@ FLOORS = {
     "groups.combinator": 0,
     "groups.diagonal": 0,
     "groups.direct_sum": 0,
+    "groups.first_scale": 0,
     "groups.fit": 0,
     "groups.kron": 0,
     "groups.normalization": 0,
@@ -51,6 +53,7 @@ FLOORS = {
 SAME_FLOOR = {
     "groups.protocol": "groups.",
     "groups.combinator": "groups.",
+    "groups.first_scale": "groups.",
     "graphs": "hvp",
     "groups.bordered": "groups.sparse_lu",
     "settings": "optim",

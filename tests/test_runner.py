@@ -49,7 +49,7 @@ from psgd_lit.experiments.runner import (
     thin,
     unpack,
 )
-from psgd_lit.optim import PAPER
+from psgd_lit.settings import PAPER
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = Run("addition_rnn", "kron", steps=200, length=6)

@@ -20,8 +20,9 @@ from ..groups.diagonal import Diagonal
 from ..groups.kron import Kron
 from ..groups.normalization import Normalization
 from ..hvp import loss_and_gradient
-from ..optim import PAPER, PSGD
+from ..optim import PSGD
 from ..regularization import clip_factor
+from ..settings import PAPER
 
 # %% ../../nbs/experiments/04_methods.ipynb #aa2491aa
 class SGD(torch.optim.Optimizer):

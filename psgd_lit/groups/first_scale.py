@@ -32,15 +32,15 @@ def first_scale(v: Tensor, h: Tensor) -> Tensor:
     s = (length_v / length_h).sqrt() * v_unit.sqrt() / h_unit.sqrt()  # eq-first-scale
     return torch.where(has_product & has_probe, s, 0.0)
 
-# %% ../../nbs/groups/07_first_scale.ipynb #4d6b25c6
+# %% ../../nbs/groups/07_first_scale.ipynb #c49fd554
 ASLEEP = 2.0**-60  # this multiple of the identity stands for a Q that has not met a pair
 
 
 def is_asleep(group: Group, Q: State) -> Tensor:
-    """Return whether Q has not met a pair, for each member."""
+    """Return whether Q has not met a pair, for each member of the batch."""
     return group.magnitude(Q) < 2 * ASLEEP
 
-
+# %% ../../nbs/groups/07_first_scale.ipynb #c6ea1a9a
 def begin(group: Group, Q: State, v: Tensor, h: Tensor) -> State:
     """Return Q with the members that sleep at the best multiple of the identity for this pair.
 
