@@ -96,8 +96,8 @@ def judged(head: Mapping[str, Any], loss: Tensor | None) -> tuple[dict[str, Any]
 
 # %% ../nbs/07_descent.ipynb #684c7d49
 def is_read(t: int) -> bool:
-    """Return whether the host may wait for the device at an iteration: at 10, 20, 50, 100, 200, and so on."""
-    return t >= 10 and str(t).rstrip("0") in ("1", "2", "5")
+    """Return whether the host may wait for the device at an iteration: at 100, 200, 500, 1000, and so on."""
+    return t >= 100 and str(t).rstrip("0") in ("1", "2", "5")
 
 # %% ../nbs/07_descent.ipynb #355b8080
 def after_loss(head: Mapping[str, Any], loss: Tensor | None) -> dict[str, Any]:

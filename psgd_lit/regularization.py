@@ -57,7 +57,7 @@ def damp(
     added = probe if kind == "traditional" else noise
     return torch._foreach_add(list(product), list(added), alpha=damping)
 
-# %% ../nbs/07_regularisation.ipynb #23ebf10a
+# %% ../nbs/07_regularisation.ipynb #b00a3b66
 def clip_factor(tensors: Sequence[Tensor], max_norm: float | Tensor) -> Tensor:
     """Return `min(1, max_norm / norm)` for the norm of all tensors together.
 
@@ -86,7 +86,7 @@ def clip_factor(tensors: Sequence[Tensor], max_norm: float | Tensor) -> Tensor:
     factor: Tensor = (max_norm / norm).clamp(max=1.0)  # eq-clipping
     return factor.where(norm.isfinite(), 0.0)
 
-# %% ../nbs/07_regularisation.ipynb #a08f2704
+# %% ../nbs/07_regularisation.ipynb #cc370bcb
 def threshold(max_norm: float | str, hvp: str, params: Sequence[Tensor]) -> float | Tensor:
     """Return the threshold on the norm of a step.
 

@@ -373,7 +373,7 @@ def test_blocks_lower_the_loss(model, name):
 def test_a_run_on_blocks_is_that_of_the_group_by_hand(name):
     """Learning P for [W b] with probes and products joined, and W and b moved by its parts, step for step."""
     net, plain = network(D), network(D)
-    opt = PSGD(net.parameters(), lr=0.1, preconditioner=name, blocks=affine_blocks(net), seed=4, init_scale=1.0)
+    opt = PSGD(net.parameters(), lr=0.1, preconditioner=name, blocks=affine_blocks(net), seed=4, **PAPER)
     layers = [plain[0], plain[2]]
     groups, states = [], []
     for layer in layers:
@@ -578,7 +578,7 @@ def test_scan_takes_layers_without_a_bias_in_a_group_of_their_own():
     """As its error says."""
     net = fill(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2, bias=False)))
     blocks = affine_blocks(net)
-    with pytest.raises(ValueError, match="layers without a bias in a param group"):
+    with pytest.raises(ValueError, match="for layers without a bias choose"):
         PSGD(net.parameters(), lr=0.05, preconditioner="scan", blocks=blocks)
     groups = [{"params": net[0].parameters()}, {"params": net[2].parameters(), "preconditioner": "kron"}]
     lowers(PSGD(groups, lr=0.05, preconditioner="scan", blocks=blocks), lambda: loss_of(net))

@@ -146,8 +146,8 @@ def test_a_loss_that_explodes_is_counted_and_told():
     opt = PSGD([w], lr=0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for t in range(20):
-            opt.step(lambda t=t: w.sum() * (500.0 if t > 15 else 1.0))
+        for t in range(100):
+            opt.step(lambda t=t: w.sum() * (500.0 if t > 95 else 1.0))
     assert opt.exploded == 4
     with pytest.warns(UserWarning, match="the loss has exploded.*opt.exploded") as heard:
         opt.step(lambda: w.sum())

@@ -4,7 +4,7 @@
 __all__ = ['PRECONDITIONERS', 'METHODS', 'SGD', 'remember', 'RMSProp', 'ESGD', 'Adam', 'make_optimizer', 'known_settings',
            'read_setting', 'as_text', 'checked_settings', 'Step', 'step_size']
 
-# %% ../../nbs/experiments/04_methods.ipynb #7c5b8e96
+# %% ../../nbs/experiments/04_methods.ipynb #18aaf681
 import inspect
 import math
 import re
@@ -176,7 +176,7 @@ class Adam(torch.optim.Adam):
         super().step()
         return loss
 
-# %% ../../nbs/experiments/04_methods.ipynb #b792532e
+# %% ../../nbs/experiments/04_methods.ipynb #7408d12f
 PRECONDITIONERS: dict[str, Preconditioner] = {
     "equilibration": "esgd",
     "scan": Kron(Diagonal(), Normalization()),
@@ -236,7 +236,7 @@ def make_optimizer(
     settings |= {"hvp": hvp, "update_every": update_every, "seed": seed}
     return PSGD(params, lr, preconditioner=PRECONDITIONERS[method], **PAPER | settings)
 
-# %% ../../nbs/experiments/04_methods.ipynb #253e5bc1
+# %% ../../nbs/experiments/04_methods.ipynb #c825b662
 _OF_THE_RUN = ("preconditioner", "hvp", "update_every", "seed", "maximize")
 
 
@@ -244,6 +244,7 @@ def known_settings(method: str) -> dict[str, type]:
     """Return the names and types of what can be set of a run with a method."""
     parameters = inspect.signature(_CLASSES.get(method, PSGD)).parameters
     defaults = {name: p.default for name, p in parameters.items() if name not in _OF_THE_RUN}
+    defaults |= PAPER if method in PRECONDITIONERS else {}
     scalar = {n: type(value) for n, value in defaults.items() if isinstance(value, float | str)}
     return {"batch": int, "lr": float, **scalar}
 
