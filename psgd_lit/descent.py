@@ -94,7 +94,7 @@ def judged(head: Mapping[str, Any], loss: Tensor | None) -> tuple[dict[str, Any]
     trial, refused = trial.judge(-loss if head["maximize"] else loss)
     return trial._asdict(), refused
 
-# %% ../nbs/07_descent.ipynb #684c7d49
+# %% ../nbs/07_descent.ipynb #d89f2dd4
 def is_read(t: int) -> bool:
     """Return whether the host may wait for the device at an iteration: at 100, 200, 500, 1000, and so on."""
     return t >= 100 and str(t).rstrip("0") in ("1", "2", "5")
