@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Choice, choose, is_flat, leaves, names_of, state_dtype
-from .groups.first_scale import ASLEEP, is_asleep
+from .groups.first_scale import ASLEEP, begin, is_asleep
 from .groups.fit import Fit, learn, start
 from .groups.protocol import State
 
@@ -136,9 +136,24 @@ class Bucket:
             values |= block.split(array.reshape(block.batch, *block.shape))
         return values
 
-    def precondition(self, gradient: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return P g as columns, `(members, n, 1)`."""
-        return self.group.precondition(self.Q, self.gather(gradient))
+    def begun(
+        self, gradient: Mapping[Tensor, Tensor], pairs: Sequence[Mapping[Tensor, Tensor]]
+    ) -> State:
+        """Return Q with the members that sleep at the scale of their first pair; nothing is kept yet.
+
+        Args:
+            gradient: g by parameter; a member without gradient and product has no pair.
+            pairs: v and h by parameter.
+        """
+        if not self.may_sleep or not pairs[1]:
+            return self.Q
+        g, v, h = (self.gather(x) for x in (gradient, *pairs))
+        is_used = (g != 0).any(1, keepdim=True) | (h != 0).any(1, keepdim=True)
+        return begin(self.group, self.Q, v.where(is_used, 0.0), h)
+
+    def precondition(self, gradient: Mapping[Tensor, Tensor], Q: State | None = None) -> Tensor:
+        """Return P g as columns, `(members, n, 1)`, with another Q if one is given."""
+        return self.group.precondition(self.Q if Q is None else Q, self.gather(gradient))
 
     def fit(
         self,
@@ -147,6 +162,7 @@ class Bucket:
         lr: float | Tensor,
         normalizer: str = "pair",
         trusted: Tensor | None = None,
+        Q: State | None = None,
     ) -> dict[str, Any]:
         """Return the state that one pair (v, h) leads to.
 
@@ -156,6 +172,7 @@ class Bucket:
             lr: normalised step size.
             normalizer: what slopes are divided by, "pair" or "running".
             trusted: a boolean number; if it is false, all stays as it is.
+            Q: what to start from in place of the state's Q.
         """
         v, h = self.gather(probe), self.gather(product)
         asked = [not probe.keys().isdisjoint(block.params) for block in self.blocks]
@@ -166,7 +183,10 @@ class Bucket:
             ]
             trusted = torch.cat(parts) if trusted is None else trusted & torch.cat(parts)
         past = Fit(**self.state)
-        fit = learn(self.group, past, v, h, lr, normalizer, trusted, begins=self.may_sleep)
+        if Q is not None and trusted is not None and self.may_sleep:
+            Q = map_leaves(lambda new, old: new.where(trusted.all(), old), Q, past.Q)
+        past = past if Q is None else past._replace(Q=Q)
+        fit = learn(self.group, past, v, h, lr, normalizer, trusted)
         return fit._asdict()
 
     def states(self) -> list[dict[str, Any]]:

@@ -178,6 +178,7 @@ def planned_move(
 def planned_moves(
     groups: Sequence[dict[str, Any]],
     active: Sequence[tuple[dict[str, Any], Bucket]],
+    ready: Sequence[Any],
     gradient: Mapping[Tensor, Tensor],
     means: Mapping[Tensor, Tensor],
 ) -> tuple[list[Move], Tensor]:
@@ -186,13 +187,17 @@ def planned_moves(
     Args:
         groups: all param groups.
         active: the buckets, each with its param group.
+        ready: the Q of each bucket.
         gradient: the gradient of each parameter that may move.
         means: the averaged gradients of those whose group has momentum.
 
     Returns:
         The moves, and whether all is finite, a boolean number on the device.
     """
-    ahead = [(group, b, b.precondition({**gradient, **means})) for group, b in active]
+    ahead = [
+        (group, b, b.precondition({**gradient, **means}, Q))
+        for (group, b), Q in zip(active, ready, strict=True)
+    ]
     lengths = [u for _, b, x in ahead for p, u in b.scatter(x).items() if p in gradient]
     most = threshold(groups[0]["max_norm"], groups[0]["hvp"], [as_real(p) for p in gradient])
     factor = clip_factor(lengths, most)
@@ -271,6 +276,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
 # %% ../nbs/10_psgd.ipynb #a563ea83
 def fits(
     active: Iterable[tuple[dict[str, Any], Bucket]],
+    ready: Iterable[Any],
     probes: Mapping[Tensor, Tensor],
     products: Mapping[Tensor, Tensor],
     finite: Tensor,
@@ -279,6 +285,7 @@ def fits(
 
     Args:
         active: the buckets, each with its param group.
+        ready: the Q of each bucket.
         probes: v by parameter.
         products: h by parameter.
         finite: whether the step itself is finite, a boolean number.
@@ -296,8 +303,9 @@ def fits(
             group["lr_preconditioner"],
             group["normalizer"],
             finite.to(bucket.device),
+            Q,
         )
-        for group, bucket in active
+        for (group, bucket), Q in zip(active, ready, strict=True)
     ]
     return states, finite & ~all_finite(list(products.values())).to(finite.device)
 
@@ -355,7 +363,7 @@ class PSGD(LossWatch, torch.optim.Optimizer):
         normalizer: what a slope of Q is divided by: "pair", its own largest entry, as in the paper, or "running", the
             largest one of the pairs so far, as far as they are remembered.
         init_scale: Q starts at this multiple of the identity, P at its square; "auto" takes it from the first pair of
-            each block, which is then used to fit and not to move.
+            each block; a block without curvature starts at 1.
         hvp: "exact" (double backward), "approx" (difference of gradients), "forward" (forward over reverse), or
             "whiten", which takes the gradient for h and needs no second derivative; then `lr` is about Adam's.
         update_every: fit Q on every k-th step; k, a function of the iteration, or "log10".
@@ -530,13 +538,15 @@ class PSGD(LossWatch, torch.optim.Optimizer):
         """Compute all that a step changes, and then change it, so that an error leaves nothing half done."""
         groups, buckets = self.param_groups, self.buckets
         active = buckets.active(gradient)
+        probed = damped_pairs(groups, pairs, every)
+        ready = [bucket.begun(gradient, probed) for _, bucket in active]
         means = averages(groups, self.state, gradient)
-        moves, finite = planned_moves(groups, active, gradient, means)
+        moves, finite = planned_moves(groups, active, ready, gradient, means)
         trial, refused = judged(groups[0], loss)
         moves, kept = tried(moves, self.state, refused, trial["part"]) if trial else (moves, {})
         used = finite & ~refused.to(finite.device)
         hold_averages(self.state, means, used)
-        states, dropped = fits(active, *damped_pairs(groups, pairs, every), used)
+        states, dropped = fits(active, ready, *probed, used)
         steps = {"t": 1, "skipped": ~finite & ~refused.to(finite.device), "dropped": dropped}
         counts = {name: groups[0][name] + n for name, n in steps.items()}
         counts |= trial | after_loss(groups[0], loss)

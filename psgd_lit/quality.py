@@ -114,7 +114,9 @@ def fit_at_rest(
             for group in opt.param_groups:
                 group["lr_preconditioner"] = 0.1 ** (1 + done)
             with torch.no_grad():
-                states, _ = fits(opt.buckets.active(probe), probe, product, trusted)
+                active = opt.buckets.active(probe)
+                ready = [bucket.begun(product, (probe, product)) for _, bucket in active]
+                states, _ = fits(active, ready, probe, product, trusted)
             opt.buckets.keep(states)
         t += 1
     return t

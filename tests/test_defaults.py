@@ -12,6 +12,7 @@ from toys import HVP, loss_of, network, same, states, weights
 
 from psgd_lit import PAPER, PSGD
 from psgd_lit.affine import affine_blocks
+from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.first_scale import ASLEEP, begin, first_scale, is_asleep
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.triangular import Triangular
@@ -46,23 +47,46 @@ def test_a_run_is_the_same_in_every_unit_of_the_loss(name, hvp):
 
 
 @pytest.mark.parametrize("hvp", HVP)
-def test_the_first_step_measures_and_the_second_moves(hvp):
-    net = network()
-    opt, before = PSGD(net.parameters(), hvp=hvp), weights(net)
-    opt.step(lambda: loss_of(net))
-    assert same(before, weights(net))
-    assert opt.skipped == 0
-    opt.step(lambda: loss_of(net))
-    assert not any(torch.equal(p, q) for p, q in zip(before, weights(net), strict=True))
+def test_the_first_step_moves_with_the_scale_of_its_own_pair(hvp):
+    """By a thousand times more in another unit of the parameters would be wrong: whatever the unit, it is the same."""
+    net, other = network(), network()
+    for model, unit in ((net, 1.0), (other, 2.0**-20)):
+        opt, before = PSGD(model.parameters(), hvp=hvp), weights(model)
+        opt.step(lambda model=model, unit=unit: unit * loss_of(model))
+        assert not any(torch.equal(p, q) for p, q in zip(before, weights(model), strict=True))
+    for p, q in zip(weights(net), weights(other), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["linear", "hinge", "absolute"])
+def test_a_loss_without_curvature_is_descended_from_the_identity(loss):
+    w = torch.zeros(4, requires_grad=True)
+    x, y = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.ones(16)
+    losses = {
+        "linear": lambda: (x @ w).mean(),
+        "hinge": lambda: (1 - y * (x @ w)).relu().mean(),
+        "absolute": lambda: (x @ w - y).abs().mean(),
+    }
+    opt = PSGD([w], lr=0.05)
+    (gradient,) = torch.autograd.grad(losses[loss](), [w])
+    opt.step(losses[loss])
+    torch.testing.assert_close(w.detach(), -0.05 * gradient)
+
+
+def test_a_step_that_is_skipped_leaves_a_block_asleep():
+    w = torch.ones(3, requires_grad=True)
+    opt = PSGD([w], preconditioner="diagonal", hvp="whiten")
+    opt.step(lambda: w.square().sum() * torch.where(w.detach().sum() > 0, math.nan, 1.0))
+    assert opt.skipped == 1
+    assert not opt.state.get(w) or bool(is_asleep(Diagonal(), opt.state[w]["Q"]).all())
 
 
 def test_whitened_steps_have_the_size_of_lr_from_the_first():
     w = torch.zeros(50, requires_grad=True)
     opt = PSGD([w], hvp="whiten", preconditioner="diagonal", lr=0.01)
     slope = 1e-6 * torch.randn(50, generator=torch.Generator().manual_seed(0))
-    for _ in range(2):
-        w.grad = slope.clone()
-        opt.step()
+    w.grad = slope.clone()
+    opt.step()
     assert w.detach().square().mean().sqrt().item() == pytest.approx(0.01, rel=0.3)
 
 

@@ -47,12 +47,14 @@ def begin(group: Group, Q: State, v: Tensor, h: Tensor) -> State:
     Args:
         group: the group.
         Q: a state of it; a member that sleeps is `ASLEEP` times the identity.
-        v: probes, shape `(*batch, n, k)`.
+        v: probes, shape `(*batch, n, k)`; a member whose probe is zero has no pair.
         h: their products, of the same shape.
 
     Returns:
-        A state in which all members that were awake, and those whose pair is zero or not finite, have their values.
+        A state in which all members that were awake, and those without a finite pair, have their values. A pair without
+        curvature, whose product is zero, says nothing of a scale, and its member begins at the identity.
     """
-    scale = first_scale(v, h)
+    flat = (h == 0).all(-1).all(-1) & v.isfinite().all(-1).all(-1) & (v != 0).any(-1).any(-1)
+    scale = torch.where(flat, 1.0, first_scale(v, h))
     begins = is_asleep(group, Q) & (scale > 0)
     return group.scale(Q, torch.where(begins, scale / ASLEEP, 1.0))

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .first_scale import begin
 from .protocol import Group, State, largest_entry
 
 # %% ../../nbs/groups/08_fit.ipynb #96420db2
@@ -84,7 +83,6 @@ def learn(
     lr: float | Tensor,
     normalizer: str = "pair",
     trusted: Tensor | None = None,
-    begins: bool = True,
 ) -> Fit:
     """Learn from k pairs of a probe `v` and its Hessian-vector product `h`, each `(*batch, n, k)`.
 
@@ -97,7 +95,6 @@ def learn(
         normalizer: what a slope is divided by: "running", a decaying maximum over the pairs so far, or "pair", the
             maximum of this pair alone, as in the paper.
         trusted: booleans that broadcast to the batch, or None for all; members without trust keep their bits.
-        begins: whether a member that sleeps begins with its first pair; without members that sleep it costs time only.
 
     Returns:
         What is known after these pairs. Members whose h is not finite keep their bits.
@@ -116,6 +113,7 @@ def learn(
     is_met = counts[..., None, None] & (h != 0)
     weighted = torch.where(is_met, v * share[..., None].rsqrt(), 0.0)  # eq-weighted-probe
     h = torch.where(is_met, h, 0.0)
-    Q = begin(group, fit.Q, weighted, h) if begins else fit.Q
-    Q, peaks = group.update_with_peaks(Q, fit.peaks, weighted, h, lr, peak_decay(normalizer))
+    Q, peaks = group.update_with_peaks(
+        fit.Q, fit.peaks, weighted, h, lr, peak_decay(normalizer)
+    )
     return Fit(Q, peaks, share, torch.where(counts, pairs, fit.pairs))
