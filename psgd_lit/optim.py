@@ -9,7 +9,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from psgd_lit.blocks import (
     names_of,
     state_dtype,
 )
-from .buckets import Bucket, Buckets
+from .buckets import Bucket, Buckets, begun
 from psgd_lit.derivatives import (
     Derivatives,
     active_parameters,
@@ -174,7 +174,7 @@ def planned_move(
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
 
-# %% ../nbs/10_psgd.ipynb #58871458
+# %% ../nbs/10_psgd.ipynb #c0c2eb8d
 def planned_moves(
     groups: Sequence[dict[str, Any]],
     active: Sequence[tuple[dict[str, Any], Bucket]],
@@ -273,7 +273,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     largest = torch._foreach_norm(real, math.inf, dtype=dtype)
     return torch.stack([x.to(real[0].device) for x in largest]).isfinite().all()
 
-# %% ../nbs/10_psgd.ipynb #a563ea83
+# %% ../nbs/10_psgd.ipynb #d2b313d2
 def fits(
     active: Iterable[tuple[dict[str, Any], Bucket]],
     ready: Iterable[Any],
@@ -335,7 +335,7 @@ def tried(
         new.append(Move(move.params, None, steps))
     return new, kept
 
-# %% ../nbs/10_psgd.ipynb #f71cf8c7
+# %% ../nbs/10_psgd.ipynb #d786755f
 class PSGD(LossWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
@@ -502,14 +502,12 @@ class PSGD(LossWatch, torch.optim.Optimizer):
         fits = self.due and not (closure is None and self._only_makes_state(params))
         drawn = draw_by_parameter(every, head["seed"], head["t"]) if fits else {}
         probe = [drawn[p] for p in params] if fits else None
-        given = (params, probe, head["hvp"])
         needs_graph = fits and head["hvp"] != "whiten"
         scale = 1.0 if closure is not None else amp_scale(self, needs_graph)
-        found = (
-            stored_derivatives(*given)
-            if closure is None
-            else closure_derivatives(closure, *given)
+        derive = (
+            stored_derivatives if closure is None else partial(closure_derivatives, closure)
         )
+        found = derive(params, probe, head["hvp"])
         warn_unless_averaged(params, self.process_group)
         overflow, shared = getattr(self, "found_inf", None), self.process_group is not None
         factor = (-1.0 if head["maximize"] else 1.0) / scale
@@ -539,7 +537,7 @@ class PSGD(LossWatch, torch.optim.Optimizer):
         groups, buckets = self.param_groups, self.buckets
         active = buckets.active(gradient)
         probed = damped_pairs(groups, pairs, every)
-        ready = [bucket.begun(gradient, probed) for _, bucket in active]
+        ready = [begun(bucket, gradient, probed) for _, bucket in active]
         means = averages(groups, self.state, gradient)
         moves, finite = planned_moves(groups, active, ready, gradient, means)
         trial, refused = judged(groups[0], loss)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .affine import as_real
+from .buckets import begun
 from .derivatives import draw_by_parameter
 from .hvp import hvp_approx, hvp_exact, hvp_forward
 from .optim import PSGD, fits
@@ -86,7 +87,7 @@ def starting_scale(probe: Values, product: Values) -> float:
         return math.nan
     return math.sqrt(length_of_v / length_of_h)  # eq-starting-scale
 
-# %% ../nbs/11_quality.ipynb #1cdf58b5
+# %% ../nbs/11_quality.ipynb #96c7c3a9
 def fit_at_rest(
     optimizers: Iterable[PSGD],
     multiply: Multiply,
@@ -115,7 +116,7 @@ def fit_at_rest(
                 group["lr_preconditioner"] = 0.1 ** (1 + done)
             with torch.no_grad():
                 active = opt.buckets.active(probe)
-                ready = [bucket.begun(product, (probe, product)) for _, bucket in active]
+                ready = [begun(bucket, product, (probe, product)) for _, bucket in active]
                 states, _ = fits(active, ready, probe, product, trusted)
             opt.buckets.keep(states)
         t += 1

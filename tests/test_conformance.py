@@ -32,6 +32,7 @@ from psgd_lit.affine import affine_blocks
 from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.fit import Fit
 from psgd_lit.optim import PSGD
+from psgd_lit.settings import PAPER
 
 
 class Mode(NamedTuple):
@@ -231,7 +232,7 @@ def test_param_groups_with_a_weight_decay_of_their_own(mode):
     p, q, plain = (torch.full((3,), 2.0, requires_grad=True) for _ in range(3))
     kind = {"hvp": mode.hvp, "preconditioner": "diagonal" if mode.preconditioner == "scan" else mode.preconditioner}
     groups = [{"params": [p], "weight_decay": decay}, {"params": [q], "weight_decay": 0.0}]
-    opt, reference = PSGD(groups, lr, **kind), PSGD([plain], lr, **kind)
+    opt, reference = PSGD(groups, lr, **PAPER, **kind), PSGD([plain], lr, **PAPER, **kind)
     take(opt, lambda: p.square().sum() + q.square().sum(), ways_of(mode.hvp)[-1])
     take(reference, lambda: plain.square().sum(), ways_of(mode.hvp)[-1])
     torch.testing.assert_close(q, plain, rtol=1e-6, atol=0)

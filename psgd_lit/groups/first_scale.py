@@ -40,7 +40,7 @@ def is_asleep(group: Group, Q: State) -> Tensor:
     """Return whether Q has not met a pair, for each member of the batch."""
     return group.magnitude(Q) < 2 * ASLEEP
 
-# %% ../../nbs/groups/07_first_scale.ipynb #c6ea1a9a
+# %% ../../nbs/groups/07_first_scale.ipynb #c804c67e
 def begin(group: Group, Q: State, v: Tensor, h: Tensor) -> State:
     """Return Q with the members that sleep at the best multiple of the identity for this pair.
 

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['NORMALIZERS', 'peak_decay', 'Fit', 'start', 'updated_share', 'learn']
 
-# %% ../../nbs/groups/08_fit.ipynb #5a4d5c1e
+# %% ../../nbs/groups/08_fit.ipynb #9d4cc5a1
 from typing import NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ def updated_share(fit: Fit, h: Tensor) -> Tensor:
     weight = (h.shape[-1] / fit.pairs).clamp(min=_FORGETTING)
     return fit.share.lerp(met, weight[..., None])  # eq-share
 
-# %% ../../nbs/groups/08_fit.ipynb #3276f566
+# %% ../../nbs/groups/08_fit.ipynb #3703ced9
 def learn(
     group: Group,
     fit: Fit,
