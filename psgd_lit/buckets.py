@@ -76,7 +76,7 @@ def started(choice: Choice, scale: float | str, device: Any = None) -> dict[str,
     multiple = torch.full((block.batch,), first, **kind)
     return start(group, group.scale(one, multiple))._asdict()
 
-# %% ../nbs/09_buckets.ipynb #c1bb8dc3
+# %% ../nbs/09_buckets.ipynb #e93f3846
 class Bucket:
     """Blocks of one group, shape, dtype and device, whose states are one batch.
 
@@ -167,12 +167,10 @@ class Bucket:
                 for block, one in zip(self.blocks, asked, strict=True)
             ]
             trusted = torch.cat(parts) if trusted is None else trusted & torch.cat(parts)
-        past = Fit(**self.state)
         if Q is not None and trusted is not None and self.may_sleep:
-            Q = map_leaves(lambda new, old: new.where(trusted.all(), old), Q, past.Q)
-        past = past if Q is None else past._replace(Q=Q)
-        fit = learn(self.group, past, v, h, lr, normalizer, trusted)
-        return fit._asdict()
+            Q = map_leaves(lambda new, old: new.where(trusted.all(), old), Q, self.Q)
+        past = Fit(**self.state | ({} if Q is None else {"Q": Q}))
+        return learn(self.group, past, v, h, lr, normalizer, trusted)._asdict()
 
     def states(self) -> list[dict[str, Any]]:
         """Return the state of each block, as views of the batch."""
@@ -212,7 +210,7 @@ def buckets_of(
         for members in kinds.values()
     ]
 
-# %% ../nbs/09_buckets.ipynb #b1
+# %% ../nbs/09_buckets.ipynb #8bbd61d8
 def begun(
     bucket: Bucket, gradient: Mapping[Tensor, Tensor], pairs: Sequence[Mapping[Tensor, Tensor]]
 ) -> State:

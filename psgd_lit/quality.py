@@ -4,7 +4,7 @@
 __all__ = ['Values', 'Multiply', 'PRODUCTS', 'Operation', 'LADDER', 'multiply_by_hessian', 'act', 'starting_scale', 'fit_at_rest',
            'balances', 'eigenvalue_sizes', 'size_and_evenness', 'longest_step']
 
-# %% ../nbs/11_quality.ipynb #b2b2e494
+# %% ../nbs/11_quality.ipynb #12a41986
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
@@ -87,7 +87,7 @@ def starting_scale(probe: Values, product: Values) -> float:
         return math.nan
     return math.sqrt(length_of_v / length_of_h)  # eq-starting-scale
 
-# %% ../nbs/11_quality.ipynb #96c7c3a9
+# %% ../nbs/11_quality.ipynb #fb876cee
 def fit_at_rest(
     optimizers: Iterable[PSGD],
     multiply: Multiply,
