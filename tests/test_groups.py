@@ -461,7 +461,7 @@ def test_peaks_have_the_unit_of_a_and_b(family, data, exponent, decay, seed):
     other, scaled = group.step_with_peaks(Q, peaks * unit, a * unit, b * unit, 0.1, decay)
     assert same_bits(one, other)
     assert torch.equal(after * unit, scaled)
-    assert (after <= 10 * decay**0.5 * peaks).all() or decay == 0
+    assert (after <= 10 * (decay**0.5 * peaks)).all() or decay == 0
     assert (after >= decay**0.5 * peaks).all()
 
 
