@@ -83,6 +83,20 @@ def norms_at_zero() -> None:
         opt.step(lambda: torch.linalg.vector_norm(w - w.detach()))
 
 
+def a_burst() -> None:
+    w = nn.Parameter(torch.ones(2))
+    opt = PSGD([w], lr=0.0)
+    for t in range(101):
+        opt.step(lambda t=t: w.sum() * (1e6 if t > 50 else 1.0))
+
+
+def a_trial_without_a_closure() -> None:
+    net = network()
+    opt = new(net, hvp="whiten", monotone=True)
+    loss_of(net).backward()
+    opt.step()
+
+
 RAISED: dict[str, Callable[[], Any]] = {
     "Three ways to call step": plain_backward,
     "derivative for ... is not implemented": attention,
@@ -94,6 +108,8 @@ RAISED: dict[str, Callable[[], Any]] = {
     "process_group must be None or a group": lambda: new(process_group="nccl"),
     "make it with the same preconditioner and blocks": another_preconditioner,
     "not that of another optimizer": another_optimizer,
+    "the loss has exploded": a_burst,
+    "compares the losses of successive calls": a_trial_without_a_closure,
     "some fits of the preconditioner were dropped": norms_at_zero,
 }
 """What raises each message, by its text in the guide."""
