@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from toys import fill, loss_of, network, same, states, weights
 
@@ -298,3 +300,14 @@ def test_05_distributed_checkpoints_go_on(flat, name, hvp, momentum, tmp_path):
             other.step(lambda twin=twin: loss_of(twin))
         assert same(weights(net), weights(twin))
         assert opt.param_groups[0]["t"] == other.param_groups[0]["t"] == 5
+
+
+@pytest.mark.usefixtures("alone")
+def test_exact_products_of_sharded_parameters_are_refused():
+    """FSDP2 computes with other tensors than the optimizer holds: an error, and no step is counted."""
+    net = network()
+    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    opt = PSGD(net.parameters())
+    with pytest.raises(RuntimeError, match="uses none of the optimizer's 4 trainable parameters"):
+        opt.step(lambda: loss_of(net))
+    assert opt.param_groups[0]["t"] == 0
