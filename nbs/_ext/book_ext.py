@@ -7,10 +7,12 @@ What a page folds, and the line that stands for it, is the business of `folding`
 
 import re
 from html import escape
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import folding
 import nbformat
-from folding import folded_line
 
 DIRECTIVE = re.compile(r"#\|\s*(?P<name>[\w-]+)\s*:?\s*(?P<value>.*)")
 TAGS = {
@@ -38,7 +40,7 @@ def annotate(cell: Any) -> None:
     tags = [tag for (name, value), tag in TAGS.items() if name in directives and value in (None, directives[name])]
     cell.metadata.tags = [*cell.metadata.get("tags", []), *tags]
     mystnb: dict[str, Any] = {}
-    if (line := folded_line(cell, directives)) is not None:
+    if (line := folding.folded_line(cell, directives)) is not None:
         cell.metadata.tags = [*dict.fromkeys([*cell.metadata.tags, "hide-input"])]
         mystnb["code_prompt_show"] = line
     if "fig-alt" in directives:
@@ -70,9 +72,13 @@ def close_fold(translator: Any, node: Any) -> None:
     translator.body.append("</details>\n")
 
 
-def setup(app: Any) -> dict[str, bool]:
-    """Sphinx asks every extension for this; most of the work is done in `read_nb`."""
+def setup(app: Any) -> dict[str, int | bool]:
+    """Sphinx asks every extension for this; most of the work is done in `read_nb`.
+
+    Where this file or `folding` has changed, all pages are read again.
+    """
     from myst_nb.sphinx_ import HideCodeCellNode  # only a build needs it; the writer imports this module too
 
     app.add_node(HideCodeCellNode, override=True, html=(open_fold, close_fold))
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+    sources = b"".join(Path(path).read_bytes() for path in (__file__, folding.__file__))
+    return {"env_version": crc32(sources), "parallel_read_safe": True, "parallel_write_safe": True}
