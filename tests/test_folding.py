@@ -79,6 +79,7 @@ DEFINITION = "def half(x: Tensor, n: int = 1) -> Tensor:\n    '''Return a half.\
         ("x = 1\nassert x == 1", {}, "checked: 1 equality"),
         ("def draw_a(x):\n    assert x > 0", {"code-fold": "true"}, "draw_a"),
         ("x = 1", {"code-fold": "true"}, "code"),
+        ("x = 1\nassert x > 0", {"code-fold": "true"}, "checked: 1 bound"),
         ("explore(draw, x=[1, 2])", {}, "code of the exhibit"),
     ],
 )

@@ -134,10 +134,14 @@ def folded_line(cell: Any, directives: Mapping[str, str]) -> str | None:
         return exported_line(tree.body, len(cell.source.splitlines()))
     if isinstance(tree.body[0], ast.Import | ast.ImportFrom) and all(map(is_setting, tree.body)):
         return "imports"
-    if directives.get("code-fold") == "true":
-        return ", ".join(node.name for node in tree.body if isinstance(node, ast.FunctionDef)) or "code"
+    is_folded = directives.get("code-fold") == "true"
+    functions = ", ".join(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    if is_folded and functions:
+        return functions
     if any(isinstance(node, ast.Assert) for node in ast.walk(tree)) and not cell.get("outputs"):
         return f"{'checked' if has_run(cell) else 'not run'}: {count(tree)}"
+    if is_folded:
+        return "code"
     match tree.body[-1]:
         case ast.Expr(ast.Call(ast.Name("explore"))):
             return "code of the exhibit"
