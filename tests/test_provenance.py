@@ -5,13 +5,13 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from gates import PAGES, ROOT
+from gates import PAGES, ROOT, read_page
 from nbformat import v4
 from provenance import RECORD, digest, is_as_written, reached, record, recorded
 
 LIBRARY = {
     "psgd_lit/__init__.py": "from .used import f\n",
-    "psgd_lit/used.py": "from .deep.core import g\n\n\ndef f():\n    return g()\n",
+    "psgd_lit/used.py": "from .deep.core import g\n\n\ndef f():\n    return g() + 1\n",
     "psgd_lit/deep/__init__.py": "",
     "psgd_lit/deep/core.py": "def g():\n    return 1\n",
     "psgd_lit/idle.py": "x = 1\n",
@@ -103,12 +103,7 @@ def test_record_forgets_what_is_gone(tree: Path) -> None:
 
 def test_all_of_the_library_can_be_reached() -> None:
     """The whole book together reaches every module but those that are started or only drawn from the command line."""
-    code = "\n".join(
-        cell.source
-        for page in PAGES
-        for cell in nbformat.read(page, as_version=4).cells
-        if cell.cell_type == "code" and cell.source.startswith(("from psgd_lit", "import psgd_lit"))
-    )
+    code = "\n".join(cell.source for page in PAGES for cell in read_page(page).code)
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for path in (ROOT / "psgd_lit").rglob("*.py")
