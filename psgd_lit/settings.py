@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['SETTINGS', 'LR', 'PAPER', 'is_period', 'plain', 'check_number', 'check_settings', 'check_trainable',
-           'check_process_group', 'choices_of', 'saved_form', 'saving', 'entries_of', 'check_entries', 'compatible',
-           'nested_entries', 'loadable', 'restoring']
+           'check_process_group', 'choices_of', 'saved_form', 'keepers', 'saving', 'entries_of', 'check_entries',
+           'compatible', 'nested_entries', 'loadable', 'restoring']
 
 # %% ../nbs/09_settings.ipynb #fef117de
 import math
@@ -179,6 +179,27 @@ def saved_form(group: Mapping[str, Any], choices: Iterable[Choice]) -> list[Any]
         for chosen, _, block in choices
     ]
 
+# %% ../nbs/09_settings.ipynb #new28812
+_KEEPER = "block"  # the entry of a parameter that keeps nothing itself
+
+
+def keepers(
+    group: Mapping[str, Any], choices: Iterable[Choice]
+) -> dict[int, dict[str, Tensor]]:
+    """Return, for each parameter that takes part, the entry that it has in a checkpoint if it keeps nothing itself.
+
+    Args:
+        group: the param group.
+        choices: its blocks.
+
+    Returns:
+        Entries by the position of a parameter: "block", the position of the one that keeps the state of its block.
+    """
+    position = {p: i for i, p in enumerate(group["params"])}
+    keeper = {p: i for p, i in position.items() if p.requires_grad}
+    keeper |= {p: position[c.block.params[0]] for c in choices for p in c.block.params}
+    return {position[p]: {_KEEPER: torch.tensor(i)} for p, i in keeper.items()}
+
 # %% ../nbs/09_settings.ipynb #5d52c099
 _ON_BLOCKS = ("preconditioner", "blocks")  # settings that are saved in another form
 _FUNCTION = "a function"
@@ -192,7 +213,11 @@ def saving(optimizer: Any) -> Iterator[None]:
         saved["state"] = {key: named_leaves(entry) for key, entry in saved["state"].items()}
         for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
             group |= {name: plain(value) for name, value in group.items()}
-            group["blocks"] = saved_form(mine, choices_of(mine, optimizer.state))
+            choices = choices_of(mine, optimizer.state)
+            group["blocks"] = saved_form(mine, choices)
+            for i, entry in keepers(mine, choices).items() if saved["state"] else ():
+                key = group["params"][i]
+                saved["state"][key] = saved["state"].get(key) or entry
             chosen = mine["preconditioner"]
             group["preconditioner"] = _FUNCTION if callable(chosen) else str(chosen)
             if callable(group["update_every"]):
@@ -217,7 +242,9 @@ def entries_of(
     """
     entries: dict[Tensor, dict[str, Any]] = {}
     for p, key in zip(group["params"], saved["params"], strict=True):
-        entries |= {p: named_leaves(states[key])} if key in states else {}
+        if key in states:
+            entries[p] = named_leaves(states[key])
+            entries[p].pop(_KEEPER, None)
     for _, positions, _ in saved["blocks"]:
         members = [group["params"][i] for i in positions]
         if "Q.0" in entries.get(members[0], ()):
