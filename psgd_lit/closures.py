@@ -229,5 +229,5 @@ def warn_if_unsteady(
             'two calls of the closure at the same point give different gradients, and hvp="approx" takes their '
             'difference for curvature: use hvp="exact", or make the closure the same function at each call (data and '
             "random numbers from outside or from torch's own generator, spectral_norm and the like in eval mode)",
-            stacklevel=7,
+            stacklevel=9,
         )

@@ -286,7 +286,7 @@ def warn_unless_averaged(params: Iterable[Tensor], process_group: Any) -> None:
         warnings.warn(
             "several processes run, and nobody averages their gradients, since a closure that calls no backward() is "
             "unknown to DistributedDataParallel: pass process_group=torch.distributed.group.WORLD to PSGD",
-            stacklevel=4,
+            stacklevel=7,
         )
 
 # %% ../nbs/09_derivatives.ipynb #09cb777a

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import (
+    _disable_dynamo,
+)  # as torch's own optimizers do; torch.compiler's would import all of it
 
 from .affine import Block, as_real
 from psgd_lit.blocks import (
@@ -474,6 +477,7 @@ class PSGD(LossWatch, torch.optim.Optimizer):
             f"\ndropped fits: {dropped} in {self.param_groups[0]['t']} steps" if dropped else ""
         )
 
+    @_disable_dynamo  # torch.compile leaves a step as it is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; the class says in which three ways.
@@ -491,7 +495,7 @@ class PSGD(LossWatch, torch.optim.Optimizer):
         for group in self.param_groups:
             check_settings(group, head, read=False)
         if word := word_of_trouble(head):
-            warnings.warn(word, stacklevel=4)
+            warnings.warn(word, stacklevel=6)
         if is_read(head["t"]):
             self.buckets.look()
         stored = closure is None and self.process_group is None

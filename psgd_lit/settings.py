@@ -179,7 +179,7 @@ def saved_form(group: Mapping[str, Any], choices: Iterable[Choice]) -> list[Any]
         for chosen, _, block in choices
     ]
 
-# %% ../nbs/09_settings.ipynb #new28812
+# %% ../nbs/09_settings.ipynb #42b23a3b
 _KEEPER = "block"  # the entry of a parameter that keeps nothing itself
 
 
@@ -200,7 +200,7 @@ def keepers(
     keeper |= {p: position[c.block.params[0]] for c in choices for p in c.block.params}
     return {position[p]: {_KEEPER: torch.tensor(i)} for p, i in keeper.items()}
 
-# %% ../nbs/09_settings.ipynb #5d52c099
+# %% ../nbs/09_settings.ipynb #775296fc
 _ON_BLOCKS = ("preconditioner", "blocks")  # settings that are saved in another form
 _FUNCTION = "a function"
 
@@ -229,7 +229,7 @@ def saving(optimizer: Any) -> Iterator[None]:
     finally:
         hook.remove()
 
-# %% ../nbs/09_settings.ipynb #78c88b1d
+# %% ../nbs/09_settings.ipynb #6d22d189
 def entries_of(
     group: Mapping[str, Any], saved: Mapping[str, Any], states: Mapping[Any, Mapping[str, Any]]
 ) -> dict[Tensor, dict[str, Any]]:
