@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['SETTINGS', 'LR', 'PAPER', 'is_period', 'plain', 'check_number', 'check_settings', 'check_trainable',
-           'check_process_group', 'choices_of', 'saved_form', 'keepers', 'saving', 'entries_of', 'check_entries',
-           'compatible', 'nested_entries', 'loadable', 'restoring']
+           'check_process_group', 'choices_of', 'saved_form', 'saving', 'entries_of', 'check_entries', 'compatible',
+           'nested_entries', 'loadable', 'restoring']
 
 # %% ../nbs/09_settings.ipynb #fef117de
 import math
@@ -179,30 +179,10 @@ def saved_form(group: Mapping[str, Any], choices: Iterable[Choice]) -> list[Any]
         for chosen, _, block in choices
     ]
 
-# %% ../nbs/09_settings.ipynb #42b23a3b
-_KEEPER = "block"  # the entry of a parameter that keeps nothing itself
-
-
-def keepers(
-    group: Mapping[str, Any], choices: Iterable[Choice]
-) -> dict[int, dict[str, Tensor]]:
-    """Return, for each parameter that takes part, the entry that it has in a checkpoint if it keeps nothing itself.
-
-    Args:
-        group: the param group.
-        choices: its blocks.
-
-    Returns:
-        Entries by the position of a parameter: "block", the position of the one that keeps the state of its block.
-    """
-    position = {p: i for i, p in enumerate(group["params"])}
-    keeper = {p: i for p, i in position.items() if p.requires_grad}
-    keeper |= {p: position[c.block.params[0]] for c in choices for p in c.block.params}
-    return {position[p]: {_KEEPER: torch.tensor(i)} for p, i in keeper.items()}
-
-# %% ../nbs/09_settings.ipynb #775296fc
+# %% ../nbs/09_settings.ipynb #f3eadb50
 _ON_BLOCKS = ("preconditioner", "blocks")  # settings that are saved in another form
 _FUNCTION = "a function"
+_KEEPER = "block"  # where the state of a block is, as the position of a parameter
 
 
 @contextmanager
@@ -213,11 +193,12 @@ def saving(optimizer: Any) -> Iterator[None]:
         saved["state"] = {key: named_leaves(entry) for key, entry in saved["state"].items()}
         for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
             group |= {name: plain(value) for name, value in group.items()}
-            choices = choices_of(mine, optimizer.state)
-            group["blocks"] = saved_form(mine, choices)
-            for i, entry in keepers(mine, choices).items() if saved["state"] else ():
-                key = group["params"][i]
-                saved["state"][key] = saved["state"].get(key) or entry
+            group["blocks"] = saved_form(mine, choices_of(mine, optimizer.state))
+            keeper = {i: i for i, p in enumerate(mine["params"]) if p.requires_grad}
+            keeper |= {i: where[0] for _, where, _ in group["blocks"] for i in where}
+            for i, first in keeper.items() if saved["state"] else ():
+                entry = saved["state"].setdefault(group["params"][i], {})
+                entry |= {} if entry else {_KEEPER: torch.tensor(first)}
             chosen = mine["preconditioner"]
             group["preconditioner"] = _FUNCTION if callable(chosen) else str(chosen)
             if callable(group["update_every"]):
