@@ -43,6 +43,7 @@ from psgd_lit.derivatives import (
 from psgd_lit.descent import (
     COUNTS,
     LossWatch,
+    RunWatch,
     after_loss,
     is_read,
     judged,
@@ -339,7 +340,7 @@ def tried(
     return new, kept
 
 # %% ../nbs/10_psgd.ipynb #40a74308
-class PSGD(LossWatch, torch.optim.Optimizer):
+class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
     At each step it moves the parameters by `-lr P g`, with P = Q^T Q from the previous iterations, and, when due, fits
@@ -498,8 +499,9 @@ class PSGD(LossWatch, torch.optim.Optimizer):
             warnings.warn(word, stacklevel=6)
         if is_read(head["t"]):
             self.buckets.look()
-        stored = closure is None and self.process_group is None
-        every, params = active_parameters(self.param_groups, stored)
+        every, params = active_parameters(
+            self.param_groups, closure is None and self.process_group is None
+        )
         every = [p for p in every if p.requires_grad]
         if not params:
             return None if closure is None else torch.enable_grad()(closure)()
@@ -550,8 +552,12 @@ class PSGD(LossWatch, torch.optim.Optimizer):
         hold_averages(self.state, means, used)
         states, dropped = fits(active, ready, *probed, used)
         steps = {"t": 1, "skipped": ~finite & ~refused.to(finite.device), "dropped": dropped}
-        counts = {name: groups[0][name] + n for name, n in steps.items()}
-        counts |= trial | after_loss(groups[0], loss)
+        counts = (
+            {name: groups[0][name] + n for name, n in steps.items()}
+            | trial
+            | after_loss(groups[0], loss)
+        )
+        self.look(active, ready, states, gradient, means, probed, moves)
         for move in moves:
             move.make()
         buckets.keep(states)

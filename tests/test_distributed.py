@@ -317,7 +317,7 @@ OPTIONS = {
 
 
 def sent(saved: dict[str, Any], empty: dict[str, Any], by: str, folder: Path) -> dict[str, Any]:
-    """Carry a state by memory, by a distributed checkpoint into an empty state, or by one that was made a torch file."""
+    """Carry a state by memory, by a distributed checkpoint into an empty state, or by one as a torch file."""
     if by == "memory":
         return saved
     dcp.save({"opt": saved}, checkpoint_id=folder)
