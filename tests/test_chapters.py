@@ -23,7 +23,8 @@ from nbformat import v4
 
 Rule = Callable[[Page, list[Page]], Iterator[str]]
 
-NOT_CHAPTERS = {"index", "01_notation", "02_claims", "11_reading", "11_using_psgd", "88_ledger", "90_api", "91_references"}
+NOT_CHAPTERS = {"index", "01_notation", "02_claims", "11_reading", "11_using_psgd", "88_ledger", "90_api"}
+NOT_CHAPTERS |= {"91_references"}
 """Pages of reference: the rules of their text and code hold for them, those of a chapter's shape do not."""
 WITHOUT_MODULE = {"13_family", "85_workshop"}
 """Chapters that use the library and add nothing to it."""

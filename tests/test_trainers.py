@@ -1,5 +1,7 @@
 """Lightning, Accelerate and transformers' Trainer walk the path of a plain loop, where they are installed."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,14 @@ def fit(module: Any, folder: Path, epochs: int = 2, resume: str | None = None, *
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.fixture(autouse=True)
+def _no_trace() -> Iterator[None]:
+    """Accelerate's state is one for the process; other tests must not meet it."""
+    yield
+    if state := sys.modules.get("accelerate.state"):
+        state.GradientState._reset_state()
+
+
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 @pytest.mark.parametrize("hvp", ["whiten", "approx", "exact"])
 def test_lightning(hvp, manual, tmp_path):
@@ -116,7 +126,7 @@ def accelerated(n: int = 1, **settings: Any) -> tuple[Any, ...]:
 
 def train(accelerator: Any, net: Any, opt: Any, data: Any, epochs: int = 2) -> None:
     """The loop of the guide."""
-    for x, y in list(data) * 0 or [pair for _ in range(epochs) for pair in data]:
+    for x, y in [pair for _ in range(epochs) for pair in data]:
         with accelerator.accumulate(net), quiet():
             needs_graph = opt.optimizer.param_groups[0]["hvp"] == "exact" and opt.optimizer.due
             accelerator.backward((net(x) - y).square().mean(), create_graph=needs_graph)
@@ -124,11 +134,12 @@ def train(accelerator: Any, net: Any, opt: Any, data: Any, epochs: int = 2) -> N
             opt.zero_grad()
 
 
+@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("hvp", ["whiten", "exact"])
-def test_accelerate(hvp):
-    accelerator, net, opt, data = accelerated(hvp=hvp)
+def test_accelerate(hvp, n):
+    accelerator, net, opt, data = accelerated(n, hvp=hvp)
     train(accelerator, net, opt, data)
-    close(net, plain_loop(hvp))
+    close(net, plain_loop(hvp, pieces=n))
 
 
 def test_accelerate_by_a_closure():
@@ -152,10 +163,14 @@ def test_accelerate_saves_and_loads(tmp_path):
 
 def test_accelerate_says_that_batches_are_lost():
     accelerator, net, opt, data = accelerated(n=4, hvp="exact")
-    with pytest.warns(UserWarning, match="accumulates over 4 batches.*never seen"):
+
+    def by_closures() -> None:
         for x, y in data:
             with accelerator.accumulate(net):
                 opt.step(lambda x=x, y=y: (net(x) - y).square().mean())
+
+    with pytest.warns(UserWarning, match="accumulates over 4 batches.*never seen"):
+        by_closures()
 
 
 def test_transformers_trainer(tmp_path):
@@ -174,8 +189,15 @@ def test_transformers_trainer(tmp_path):
     opt = PSGD(model.parameters(), hvp="whiten")
     constant = torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.0)
     arguments = transformers.TrainingArguments(
-        str(tmp_path), num_train_epochs=2, per_device_train_batch_size=8, max_grad_norm=0.0, use_cpu=True,
-        report_to=[], save_strategy="no", disable_tqdm=True, train_sampling_strategy="sequential",
+        str(tmp_path),
+        num_train_epochs=2,
+        per_device_train_batch_size=8,
+        max_grad_norm=0.0,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
     )
     data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
     transformers.Trainer(model, arguments, train_dataset=data, optimizers=(opt, constant)).train()
