@@ -4,7 +4,7 @@
 __all__ = ['Pairs', 'period', 'average', 'averages', 'hold_averages', 'Move', 'planned_move', 'planned_moves', 'undefined_if_bad',
            'damped_pairs', 'all_finite', 'fits', 'tried', 'PSGD']
 
-# %% ../nbs/10_psgd.ipynb #b062beb3
+# %% ../nbs/10_psgd.ipynb #e22ca05f
 import math
 import operator
 import warnings
@@ -339,7 +339,7 @@ def tried(
         new.append(Move(move.params, None, steps))
     return new, kept
 
-# %% ../nbs/10_psgd.ipynb #40a74308
+# %% ../nbs/10_psgd.ipynb #fb044a27
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
