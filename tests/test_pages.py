@@ -4,6 +4,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import cache, cached_property
+from inspect import get_annotations
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -176,7 +177,8 @@ def own_methods(value: Any) -> list[str]:
     """The public methods of a class that no class of the library has before it; none for what is no class."""
     bases = value.__mro__[1:] if isinstance(value, type) else ()
     known = {name for base in bases if base.__module__.startswith("psgd_lit") for name in vars(base)}
-    own = vars(value).items() if isinstance(value, type) else ()
+    known |= set(get_annotations(value)) if bases else set()  # a field whose value is a function is no method
+    own = vars(value).items() if bases else ()
     return [name for name, method in own if isinstance(method, METHODS) and name[0] != "_" and name not in known]
 
 

@@ -6,7 +6,6 @@ What a page folds, and the line that stands for it, is the business of `folding`
 """
 
 import re
-import sys
 from html import escape
 from inspect import cleandoc
 from pathlib import Path
@@ -82,13 +81,6 @@ def close_fold(translator: Any, node: Any) -> None:
     translator.body.append("</details>\n")
 
 
-def keep_listed(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Give a name that a module lists as public its entry in the reference, also where it has no docstring."""
-    module = sys.modules.get(app.env.temp_data.get("autodoc:module"))
-    is_listed = what == "module" and name in getattr(module, "__all__", ())
-    return False if is_listed and name not in (options.exclude_members or ()) else None
-
-
 def drop_borrowed(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Show no text below a constant that only its type has written."""
     if what == "data" and cleandoc("\n".join(lines)) == cleandoc(obj.__doc__ or ""):
@@ -103,7 +95,6 @@ def setup(app: Any) -> dict[str, int | bool]:
     from myst_nb.sphinx_ import HideCodeCellNode  # only a build needs it; the writer imports this module too
 
     app.add_node(HideCodeCellNode, override=True, html=(open_fold, close_fold))
-    app.connect("autodoc-skip-member", keep_listed)
     app.connect("autodoc-process-docstring", drop_borrowed, priority=100)
     sources = b"".join(Path(path).read_bytes() for path in (__file__, folding.__file__))
     return {"env_version": crc32(sources), "parallel_read_safe": True, "parallel_write_safe": True}
