@@ -25,7 +25,7 @@ Rule = Callable[[Page, list[Page]], Iterator[str]]
 
 NOT_CHAPTERS = {"index", "notation", "claims", "using_psgd", "ledger", "api", "references"}
 """Pages of reference: the rules of their text and code hold for them, those of a chapter's shape do not."""
-WITHOUT_MODULE = {"family", "workshop"}
+WITHOUT_MODULE = {"family", "history", "ten_lines", "two_noises", "workshop"}
 """Chapters that use the library and add nothing to it."""
 SPINE = ["Question", "Derive", "Code", "Check", "See", "Touch", "Break", "Recap"]
 EXPERIMENT_SPINE = ["Claim", "Setup", "Run", "Verdict"]
