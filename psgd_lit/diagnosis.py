@@ -324,7 +324,9 @@ class Report:
             [name, size, *(times.get((name, k), "") for k in kinds)]
             for name, size in state.items()
         ]
-        return table(rows) + "\nin steps of SGD, by the clock/of the processor"
+        return (
+            table(rows) + "\na step that fits Q, in steps of SGD, by the clock/of the processor"
+        )
 
     def __repr__(self) -> str:
         parts = [self.about_loss()]
@@ -417,7 +419,9 @@ class _Visit:
             "SGD": torch.optim.SGD,
             "Adam": torch.optim.Adam,
         }
-        makers = plain | {name: partial(PSGD, **more) for name, more in settings.items()}
+        makers = plain | {
+            name: partial(PSGD, update_every=1, **more) for name, more in settings.items()
+        }
         found: list[StepCost] = []
         for place, (name, make) in enumerate(makers.items()):
             until = perf_counter() + self.left() / (len(makers) - place)

@@ -69,7 +69,8 @@ def period(update_every: int | str | Callable[[int], int], t: int) -> int:
     """Return k(t): the preconditioner is fitted at iterations that k divides.
 
     Args:
-        update_every: a number, a function of the iteration, or "log10" for max(floor(log10 t), 1).
+        update_every: a number, a function of the iteration, "auto" for min(1 + floor(t / 20), 10), or "log10" for
+            max(floor(log10 t), 1).
         t: the iteration, counted from 0.
 
     Raises:
@@ -82,6 +83,8 @@ def period(update_every: int | str | Callable[[int], int], t: int) -> int:
         if not is_period(k):
             raise ValueError(f"update_every({t}) must return an integer from 1, not {k!r}")
         return operator.index(k)
+    if update_every == "auto":
+        return min(1 + t // 20, 10)
     if update_every == "log10":
         return max(len(str(t)) - 1, 1)  # the digits of t count its logarithm without rounding
     return int(update_every)
@@ -370,7 +373,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
             each block; a block without curvature starts at 1.
         hvp: "exact" (double backward), "approx" (difference of gradients), "forward" (forward over reverse), or
             "whiten", which takes the gradient for h and needs no second derivative; then `lr` is about Adam's.
-        update_every: fit Q on every k-th step; k, a function of the iteration, or "log10".
+        update_every: fit Q on every k-th step; k, a function of the iteration, "log10", or "auto": every step at first,
+            every tenth from the 180th on.
         damping: lambda of the damping that Q is fitted with; P stays below about 1 / lambda.
         damping_kind: "nonconvex", by independent noise, or "traditional", by the probe itself.
         max_norm: threshold on the norm of `P g` over all parameters; "auto" is the root of their number with "whiten",
@@ -420,7 +424,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         normalizer: str = "pair",
         init_scale: float | str = "auto",
         hvp: str = "exact",
-        update_every: int | str | Callable[[int], int] = 1,
+        update_every: int | str | Callable[[int], int] = "auto",
         damping: float = 0.0,
         damping_kind: str = "nonconvex",
         max_norm: float | str = "auto",

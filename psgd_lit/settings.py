@@ -60,12 +60,14 @@ _NAMES = {
     "monotone": (False, True),
 }
 SETTINGS = (*_RANGES, *_NAMES, "preconditioner", "blocks", "update_every")
+_SCHEDULES = ("auto", "log10")
 LR = {"exact": 0.1, "approx": 0.1, "forward": 0.1, "whiten": 0.003}
 PAPER: dict[str, Any] = {
     "lr_preconditioner": 0.01,
     "normalizer": "pair",
     "init_scale": 1.0,
     "max_norm": math.inf,
+    "update_every": 1,
 }  # what the paper's experiments share
 
 
@@ -118,9 +120,9 @@ def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool 
                 f"{name} must be one of {', '.join(map(str, valid_names))}, not {settings[name]!r}"
             )
     every = settings["update_every"]
-    if not callable(every) and not is_period(every) and every != "log10":
+    if not callable(every) and not is_period(every) and every not in _SCHEDULES:
         raise ValueError(
-            f'update_every must be an integer from 1, a function of the iteration, or "log10", not {every!r}'
+            f'update_every must be an integer from 1, a function of the iteration, "auto" or "log10", not {every!r}'
         )
     for name in _SHARED:
         if settings[name] is not shared[name] and settings[name] != shared[name]:
