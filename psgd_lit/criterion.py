@@ -3,11 +3,11 @@
 # %% auto #0
 __all__ = ['criterion', 'expected_criterion', 'optimal_preconditioner', 'preconditioned_eigenvalues', 'spread']
 
-# %% ../nbs/criterion/02_criterion.ipynb #c2
+# %% ../nbs/criterion/02_criterion.ipynb #7d9e4b99
 import torch
 from torch import Tensor
 
-# %% ../nbs/criterion/02_criterion.ipynb #c7
+# %% ../nbs/criterion/02_criterion.ipynb #acbbd1c0
 def criterion(P: Tensor, v: Tensor, h: Tensor) -> Tensor:
     """The criterion as the mean of `h^T P h + v^T P^-1 v` over sampled pairs.
 
@@ -29,7 +29,7 @@ def criterion(P: Tensor, v: Tensor, h: Tensor) -> Tensor:
     a = L.mT @ h
     return (a.square() + b.square()).sum(-2).mean(-1)  # eq-criterion
 
-# %% ../nbs/criterion/02_criterion.ipynb #c11
+# %% ../nbs/criterion/02_criterion.ipynb #1eb227fc
 def expected_criterion(
     P: Tensor, gradient_moment: Tensor, probe_moment: Tensor | None = None
 ) -> Tensor:
@@ -58,7 +58,7 @@ def expected_criterion(
         -1
     )  # eq-expected-criterion
 
-# %% ../nbs/criterion/02_criterion.ipynb #c17
+# %% ../nbs/criterion/02_criterion.ipynb #6b7e46df
 def _require_positive_definite(moment: Tensor, name: str) -> None:
     """Raise a ValueError that says what to do, unless `moment` is symmetric and safely positive definite."""
     n, eps = moment.shape[-1], torch.finfo(moment.dtype).eps
@@ -75,7 +75,7 @@ def _require_positive_definite(moment: Tensor, name: str) -> None:
             f"multiple of the identity."
         )
 
-# %% ../nbs/criterion/02_criterion.ipynb #c20
+# %% ../nbs/criterion/02_criterion.ipynb #da92704f
 def optimal_preconditioner(
     gradient_moment: Tensor, probe_moment: Tensor | None = None
 ) -> Tensor:
@@ -109,7 +109,7 @@ def optimal_preconditioner(
     P: Tensor = Z @ Z.mT  # eq-optimal
     return (P + P.mT) / 2
 
-# %% ../nbs/criterion/02_criterion.ipynb #c24
+# %% ../nbs/criterion/02_criterion.ipynb #185c91c0
 def preconditioned_eigenvalues(P: Tensor, H: Tensor) -> Tensor:
     """The eigenvalues of `P H`: real, and with as many of each sign as those of `H`.
 
@@ -127,7 +127,7 @@ def preconditioned_eigenvalues(P: Tensor, H: Tensor) -> Tensor:
     eigenvalues: Tensor = torch.linalg.eigvalsh(Q @ H @ Q.mT)  # eq-similar
     return eigenvalues
 
-# %% ../nbs/criterion/02_criterion.ipynb #c26
+# %% ../nbs/criterion/02_criterion.ipynb #97a618c6
 def spread(P: Tensor, H: Tensor) -> Tensor:
     """Return the largest over the smallest magnitude of the eigenvalues of `P H`, which is 1 where P is perfect.
 
