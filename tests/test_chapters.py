@@ -30,6 +30,70 @@ WITHOUT_MODULE = {"family", "history", "ten_lines", "two_noises", "workshop"}
 """Chapters that use the library and add nothing to it."""
 SPINE = ["Question", "Derive", "Code", "Check", "See", "Touch", "Break", "Recap"]
 EXPERIMENT_SPINE = ["Claim", "Setup", "Run", "Verdict"]
+TEMPLATE_WORDS = {*SPINE, *EXPERIMENT_SPINE, "Background", "Conclusion", "Introduction", "Results", "Theory"}
+"""Headings that would fit any chapter, and so say nothing of this one."""
+ENDING = ["Summary", "Exercises"]
+SUMMARY_LINES = range(3, 6)
+EXERCISES = range(3, 7)
+GRADES = ["Easy", "Harder", "Project"]
+PROVED_PARTS = {"problem", "criterion", "learning", "forms"}
+"""Parts whose chapters state what they derive as definitions, theorems and propositions."""
+IN_THE_SPINE = {
+    "start/01_ten_lines",
+    "problem/01_problems",
+    "problem/02_two_noises",
+    "problem/03_history",
+    "criterion/01_hvp",
+    "criterion/03_regularisation",
+    "learning/01_lie",
+    "learning/02_triangular",
+    "learning/03_fit",
+    "forms/01_diagonal",
+    "forms/02_affine",
+    "forms/03_kron",
+    "forms/04_feature_normalisation",
+    "forms/05_scan",
+    "forms/06_bordered",
+    "forms/07_sparse_lu",
+    "forms/08_combinator",
+    "forms/09_composition",
+    "forms/10_family",
+    "optimizer/01_first_scale",
+    "optimizer/02_descent",
+    "optimizer/03_psgd",
+    "optimizer/04_skipped_updates",
+    "optimizer/05_quality",
+    "optimizer/06_lbfgs",
+    "evidence/01_rosenbrock",
+    "evidence/02_sequences",
+    "evidence/03_addition",
+    "evidence/04_delayed_xor",
+    "evidence/05_digits",
+    "evidence/06_images",
+    "evidence/07_wall_time",
+    "evidence/08_normalizers",
+    "evidence/09_noisy",
+    "evidence/10_noiseless",
+    "evidence/11_where",
+    "appendix/03_drawing",
+    "appendix/04_graphs",
+    "appendix/05_closures",
+    "appendix/06_derivatives",
+    "appendix/07_blocks",
+    "appendix/08_buckets",
+    "appendix/09_settings",
+    "appendix/10_examination",
+    "appendix/11_doctor",
+    "appendix/12_workshop",
+    "appendix/13_image_data",
+    "appendix/14_methods",
+    "appendix/15_records",
+    "appendix/16_runner",
+    "appendix/17_contenders",
+    "appendix/18_contest",
+    "appendix/19_plan",
+}
+"""Chapters that still have the headings of `SPINE` or `EXPERIMENT_SPINE`; the list only gets shorter."""
 CELLS = range(25, 61)
 WORDS = range(800, 2001)
 FUNCTION_LINES = 30
@@ -42,6 +106,12 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 # Text ------------------------------------------------------------------------------------------------------------
 
+PROSE_FENCE = re.compile(
+    r"^(?P<fence>```|:::)\{(?:prf:[\w-]+|exercise|admonition|note|margin|dropdown)\}[^\n]*\n"
+    r"(?P<options>(?::[\w-]+:[^\n]*\n)*)(?P<text>.*?)^(?P=fence) *$",
+    re.MULTILINE | re.DOTALL,
+)
+"""A directive whose content is text of the page, such as a theorem."""
 FENCE = re.compile(r"^(```|~~~|:::).*?^\1[`:]*\s*$", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"(\{[\w:-]+\})?`[^`]+`")
 DISPLAY = re.compile(r"\$\$.*?\$\$(\s*\(eq-[\w-]+\))?", re.DOTALL)
@@ -55,7 +125,7 @@ NEW_SENTENCE = re.compile(r"[.!?][\"')\]*_]*\s+[\"'(\[*_]*[A-Z]")
 
 def prose(text: str, stand_in: str) -> str:
     """Return markdown without code blocks, and with `stand_in` for each piece of code, role or formula."""
-    text = LIST_MARK.sub("", TARGET.sub("", FENCE.sub("", text)))
+    text = LIST_MARK.sub("", TARGET.sub("", FENCE.sub("", PROSE_FENCE.sub(r"\g<text>", text))))
     text = DISPLAY.sub("", CODE_SPAN.sub(stand_in, text))
     return MATHS.sub(stand_in, text)
 
@@ -65,9 +135,9 @@ def words(page: Page) -> int:
     return sum(len(re.findall(r"[A-Za-z][\w'-]*", prose(cell.source, ""))) for cell in page.text)
 
 
-def headings(cell: Cell) -> list[str]:
-    """The `##` headings of a markdown cell."""
-    return [] if cell.is_code else re.findall(r"^## +(.+?) *$", FENCE.sub("", cell.source), re.MULTILINE)
+def headings(cell: Cell, level: str = "##") -> list[str]:
+    """The headings of a markdown cell, those of `##` or of another pattern."""
+    return [] if cell.is_code else re.findall(rf"^(?:{level}) +(.+?) *$", FENCE.sub("", cell.source), re.MULTILINE)
 
 
 def section(page: Page, heading: str) -> list[Cell]:
@@ -81,8 +151,20 @@ def section(page: Page, heading: str) -> list[Cell]:
     return cells
 
 
+def before(page: Page, heading: str) -> Page:
+    """The page without the cells from a `##` heading on."""
+    last = next((place for place, cell in enumerate(page.cells) if heading in headings(cell)), len(page.cells))
+    return dataclasses.replace(page, cells=page.cells[:last])
+
+
+def is_in_spine(path: Path) -> bool:
+    """True for a chapter that is listed as one with the headings of the spine."""
+    return short(path).removeprefix("nbs/").removesuffix(".ipynb") in IN_THE_SPINE
+
+
 def size(page: Page, book: list[Page]) -> Iterator[str]:
-    """A chapter has 25 to 60 cells and 800 to 2000 words."""
+    """A chapter has 25 to 60 cells and 800 to 2000 words before its exercises."""
+    page = before(page, "Exercises")
     if len(page.cells) not in CELLS:
         yield f"{len(page.cells)} cells, but a chapter has {CELLS[0]} to {CELLS[-1]}"
     if words(page) not in WORDS:
@@ -90,7 +172,7 @@ def size(page: Page, book: list[Page]) -> Iterator[str]:
 
 
 def opening(page: Page, book: list[Page]) -> Iterator[str]:
-    """The first cell has the form that every chapter shares, one line each."""
+    """The first cell begins with the lines that every chapter shares; in the old form it ends with them."""
     form = [
         (r"\(chap-[\w-]+\)=", "the label, `(chap-name)=`"),
         (r"# \S.*", "the title, `# Name`"),
@@ -100,7 +182,7 @@ def opening(page: Page, book: list[Page]) -> Iterator[str]:
         (r"Paper: .*\.", "`Paper: section ...`"),
     ]
     lines = [line for line in page.cells[0].source.splitlines() if line.strip()]
-    if len(lines) != len(form):
+    if len(lines) < len(form) or (is_in_spine(page.path) and len(lines) > len(form)):
         yield f"the first cell has {len(lines)} lines of text, but its form has {len(form)}"
     for (pattern, meaning), line in zip(form, lines, strict=False):
         if not re.fullmatch(pattern, line):
@@ -132,7 +214,7 @@ def module(page: Page, book: list[Page]) -> Iterator[str]:
 
 
 def spine(page: Page, book: list[Page]) -> Iterator[str]:
-    """The `##` headings are the spine, each once and in order."""
+    """The `##` headings of a chapter in the old form are the spine, each once and in order."""
     expected = EXPERIMENT_SPINE if is_experiment(page) else SPINE
     found = [heading for cell in page.cells for heading in headings(cell)]
     if found != expected:
@@ -140,7 +222,7 @@ def spine(page: Page, book: list[Page]) -> Iterator[str]:
 
 
 def sections(page: Page, book: list[Page]) -> Iterator[str]:
-    """Touch and Break assert something, Touch has the exhibit, and Recap has its parts."""
+    """In the old form Touch and Break assert something, Touch has the exhibit, and Recap has its parts."""
     if not any(cell.is_figure for cell in page.code):
         yield "no figure"
     if is_experiment(page):
@@ -155,6 +237,126 @@ def sections(page: Page, book: list[Page]) -> Iterator[str]:
         yield "Recap has fewer than three bullets"
     if not re.search("exercise", recap, re.IGNORECASE):
         yield "Recap has no exercises"
+
+
+def named_content(page: Page, book: list[Page]) -> Iterator[str]:
+    """Headings name what stands below them, and the last two are "Summary" and "Exercises"."""
+    for cell in page.text:
+        for heading in headings(cell, "##|###"):
+            if heading in TEMPLATE_WORDS:
+                yield f"{cell}: the heading {heading!r} would fit any chapter; name what this section says"
+    found = [heading for cell in page.cells for heading in headings(cell)]
+    endings = [ENDING, ENDING[:1]] if is_experiment(page) else [ENDING]
+    if not any(found[-len(ending) :] == ending for ending in endings):
+        yield f"the last ## headings are {', '.join(found[-2:])}; they should be {', '.join(ENDING)}"
+
+
+def lead(page: Page, book: list[Page]) -> Iterator[str]:
+    """Before the first heading stand the question that the last chapter left and what a reader will be able to do."""
+    text = re.split(r"^## ", "\n".join(cell.source for cell in page.text), maxsplit=1, flags=re.MULTILINE)[0]
+    told = re.sub(r"^You (need|get) .*$", "", text, flags=re.MULTILINE)
+    place = book.index(page)
+    if place and f"`{book[place - 1].label}`" not in told:
+        yield f"the text before the first heading doesn't refer to the page before, {{ref}}`{book[place - 1].label}`"
+    if not re.search(r"\?$", told, re.MULTILINE):
+        yield "the text before the first heading asks no question, in a line that ends with `?`"
+    if not re.search(r"^After this chapter you can .*\.$", told, re.MULTILINE):
+        yield "the text before the first heading doesn't say `After this chapter you can ...`"
+
+
+def summary(page: Page, book: list[Page]) -> Iterator[str]:
+    """The summary has three to five lines, then the question that comes next, then `Next`."""
+    text = "\n".join(cell.source for cell in section(page, "Summary") if not cell.is_code)
+    inside = re.split(r"^## ", text.partition("## Summary\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    lines = [line for line in inside.splitlines() if line.strip() and not TARGET.match(line)]
+    if not lines or not lines[-1].startswith("Next: "):
+        yield "the last line of the summary should begin with `Next: `"
+    if len(lines) < 2 or not lines[-2].endswith("?"):
+        yield "the line before `Next` should ask the question that comes next"
+    if len(lines) - 2 not in SUMMARY_LINES:
+        yield f"{len(lines) - 2} lines before that question, and a summary has 3 to 5"
+
+
+def is_broken(page: Page) -> bool:
+    """True if a heading with a label `(break-name)=` has a section that asserts something."""
+    label = re.compile(r"^\(break-[\w-]+\)=\n##+ ", re.MULTILINE)
+    for cell in [cell for cell in page.text if label.search(cell.source)]:
+        rest = page.after(cell, len(page.cells))
+        end = next((place for place, other in enumerate(rest) if headings(other, "##|###")), len(rest))
+        if any(other.has_assert for other in rest[:end]):
+            return True
+    return False
+
+
+def shown(page: Page, book: list[Page]) -> Iterator[str]:
+    """A chapter has a figure, an exhibit with a check or the reason why none, and something that is broken."""
+    if not any(cell.is_figure for cell in page.code):
+        yield "no figure"
+    if is_experiment(page):
+        return
+    reason = re.compile(r"^There is no exhibit here, because .*\.$", re.MULTILINE)
+    found = [cell for cell in page.code if cell.is_exhibit]
+    if not found and not any(reason.search(cell.source) for cell in page.text):
+        yield "no exhibit, and no line `There is no exhibit here, because ...`"
+    for cell in found:
+        following = [other for other in page.after(cell, len(page.cells)) if other.is_code]
+        if not (following and following[0].has_assert):
+            yield f"{cell}: the next code cell should assert what the exhibit shows"
+    if not is_broken(page):
+        yield "nothing is broken: no heading with a label `(break-name)=` above it and an assertion below"
+
+
+STATEMENT = re.compile(r"^(?:```|:::)\{prf:(?P<kind>[\w-]+)\}.*(?P<label>\n:label: )?", re.MULTILINE)
+PROVED = {"theorem", "proposition", "lemma", "corollary"}
+
+
+def statements(page: Page, book: list[Page]) -> Iterator[str]:
+    """What a chapter derives is stated, with a label, and what is not a definition has its proof after it."""
+    found = list(STATEMENT.finditer("\n".join(cell.source for cell in page.text)))
+    kinds = [match["kind"] for match in found]
+    if page.path.parent.name in PROVED_PARTS and not {*kinds} & (PROVED | {"definition"}):
+        yield "no {prf:definition}, {prf:theorem} or {prf:proposition}"
+    for kind, following in zip(kinds, [*kinds[1:], ""], strict=True):
+        if kind in PROVED and following != "proof":
+            yield f"a {kind} without a {{prf:proof}} after it"
+    for match in found:
+        if match["kind"] != "proof" and not match["label"]:
+            yield f"a {match['kind']} without `:label:` in the line below"
+
+
+EXERCISE = re.compile(r"^(?:```|:::)\{exercise\} *(?P<title>.*)\n:label: (?P<label>ex-[\w-]+)$", re.MULTILINE)
+SOLUTION = re.compile(r"^(?:```|:::)\{solution-start\} *(?P<label>[\w-]+)\n(?P<options>(?::.*\n)*)", re.MULTILINE)
+
+
+def solved(page: Page) -> Iterator[str]:
+    """The labels of the exercises whose solution is folded and runs: code with an assertion before its end."""
+    label, is_folded, asserts = "", False, False
+    for cell in section(page, "Exercises"):
+        asserts = asserts or cell.has_assert
+        if "{solution-end}" in cell.source and is_folded and asserts:
+            yield label
+        for match in SOLUTION.finditer("" if cell.is_code else cell.source):
+            label, is_folded, asserts = match["label"], ":class: dropdown" in match["options"], False
+
+
+def exercises(page: Page, book: list[Page]) -> Iterator[str]:
+    """Three to six exercises, graded, one of them a project, each with a folded solution that runs."""
+    if is_experiment(page) and not section(page, "Exercises"):
+        return
+    found = [match for cell in section(page, "Exercises") for match in EXERCISE.finditer(cell.source)]
+    if len(found) not in EXERCISES:
+        yield f"{len(found)} exercises with a label `ex-name`, and a chapter has 3 to 6"
+    grades = [match["title"].partition(":")[0] for match in found]
+    unknown = [grade for grade in grades if grade not in GRADES]
+    yield from (f"the title {grade!r} should begin with Easy:, Harder: or Project:" for grade in unknown)
+    if not unknown and grades != sorted(grades, key=GRADES.index):
+        yield f"the exercises are {', '.join(grades)}; the easier come first"
+    if "Project" not in grades:
+        yield "no exercise is a project"
+    right = list(solved(page))
+    for label in [match["label"] for match in found]:
+        if right.count(label) != 1:
+            yield f"{label} has no solution with `:class: dropdown` and code that asserts before its end"
 
 
 def needs(page: Page, book: list[Page]) -> Iterator[str]:
@@ -481,7 +683,9 @@ def printed(page: Page, book: list[Page]) -> Iterator[str]:
 
 # The gates -------------------------------------------------------------------------------------------------------
 
-CHAPTER_RULES: list[Rule] = [size, opening, module, spine, sections, needs, imports]
+CHAPTER_RULES: list[Rule] = [size, opening, module, needs, imports]
+SPINE_RULES: list[Rule] = [spine, sections]
+FORM_RULES: list[Rule] = [named_content, lead, summary, shown, statements, exercises]
 PAGE_RULES: list[Rule] = [
     following,
     beats,
@@ -499,7 +703,9 @@ PAGE_RULES: list[Rule] = [
 
 def rules_of(path: Path) -> list[Rule]:
     """The rules that hold for a page."""
-    return PAGE_RULES if name_of(path) in NOT_CHAPTERS else CHAPTER_RULES + PAGE_RULES
+    if name_of(path) in NOT_CHAPTERS:
+        return PAGE_RULES
+    return CHAPTER_RULES + (SPINE_RULES if is_in_spine(path) else FORM_RULES) + PAGE_RULES
 
 
 @pytest.fixture(scope="module")
@@ -518,6 +724,14 @@ def test_rule(path: Path, rule: Rule, book: list[Page]) -> None:
     report(rule(book[PAGES.index(path)], book))
 
 
+def test_list_of_spines_shrinks(book: list[Page]) -> None:
+    """A chapter of the list has the headings of the spine: one that is converted leaves it."""
+    listed = [page for page in book if is_in_spine(page.path)]
+    assert len(listed) == len(IN_THE_SPINE)
+    for page in listed:
+        report(f"{short(page.path)}: {complaint}, or it leaves the list" for complaint in spine(page, book))
+
+
 # The rules themselves can fail -----------------------------------------------------------------------------------
 
 TALK = "\n".join(["Half of a half is a quarter, as everybody says."] * 12)
@@ -531,6 +745,10 @@ Half of a half is a quarter.
 You need {ref}`chap-drawing`.
 You get `psgd_lit.halving`.
 Paper: section II, equation (1).
+
+{ref}`chap-drawing` left a question.
+What is a half?
+After this chapter you can halve.
 %% code
 #| default_exp halving
 %% code
@@ -542,19 +760,29 @@ import matplotlib.pyplot as plt
 
 from psgd_lit.viz import explore
 %% markdown
-## Question
+## A half of a half
 TALK
 %% markdown
-## Derive
-TALK
+:::{prf:proposition} Halving
+:label: prop-halving
+
+The half of $x$ is
+
 $$ h = x / 2 $$ (eq-half)
+:::
+
+:::{prf:proof}
+Twice this is the whole.
+:::
+
+TALK
 %% markdown
 Halving twice, with {eq}`eq-half`, gives a quarter.
 TALK
 %% code
 assert torch.tensor(1.0) / 2 / 2 == 0.25
 %% markdown
-## Code
+## Halving in code
 TALK
 %% code
 #| export
@@ -580,7 +808,7 @@ class Halver:
 one = torch.tensor(1.0)
 assert Halver().both((one, one)) == (one / 2, one / 2)
 %% markdown
-## Check
+## Twice a half
 TALK
 %% code
 x = torch.randn(3, generator=torch.Generator().manual_seed(0))
@@ -589,7 +817,7 @@ round(0.25, 3)
 %% output
 0.25
 %% markdown
-## See
+## Halves fall
 TALK
 %% code
 #| code-fold: true
@@ -607,15 +835,95 @@ The curve falls.
 %% code
 assert 0.25 < 0.5 < 1
 %% markdown
-## Touch
+## Halves in your hands
 TALK
 %% code
 explore(draw_halves, values=[1, 2])
 %% code
 assert half(x).shape == x.shape
 %% markdown
-## Break
+(break-halving)=
+## Integers have no half
 TALK
+%% code
+assert half(torch.tensor(1)).dtype != torch.int64
+%% markdown
+## Summary
+
+- Halves are small.
+- Quarters are smaller.
+- Nothing is left.
+
+What of thirds?
+
+Next: {ref}`chap-thirds`.
+%% markdown
+## Exercises
+
+:::{exercise} Easy: a third
+:label: ex-third
+
+Halve a third.
+:::
+
+:::{solution-start} ex-third
+:class: dropdown
+:::
+It is a sixth.
+%% code
+assert abs(half(1 / 3) - 1 / 6) < 1e-9
+%% markdown
+:::{solution-end}
+:::
+
+:::{exercise} Harder: nothing
+:label: ex-nothing
+
+Halve nothing.
+:::
+
+:::{solution-start} ex-nothing
+:class: dropdown
+:::
+%% code
+assert half(0) == 0
+%% markdown
+:::{solution-end}
+:::
+
+:::{exercise} Project: all halves
+:label: ex-all
+
+Halve all.
+:::
+
+:::{solution-start} ex-all
+:class: dropdown
+:::
+%% code
+assert half(2) == 1
+%% markdown
+:::{solution-end}
+:::
+"""
+IN_SPINE = """
+%% markdown
+## Question
+## Derive
+## Code
+## Check
+## See
+%% code
+draw_halves([1, 0.5, 0.25])
+%% picture
+%% markdown
+## Touch
+%% code
+explore(draw_halves, values=[1, 2])
+%% code
+assert half(x).shape == x.shape
+%% markdown
+## Break
 %% code
 assert half(torch.tensor(1)).dtype != torch.int64
 %% markdown
@@ -624,20 +932,14 @@ assert half(torch.tensor(1)).dtype != torch.int64
 - Quarters are smaller.
 - Nothing is left.
 
-A production package would shift bits.
-
 Exercises.
-(1) Halve a third.
-(2) Halve nothing.
-
-Next: {ref}`chap-thirds`.
 """
 LONG = "\n".join(["    x = x / 2"] * 30)
 
 SPOILED: list[tuple[Rule, str, str, str]] = [
     (size, "%% markdown\n", "", "cells, but a chapter has 25 to 60"),
     (size, "TALK", "", "words, but a chapter has 800"),
-    (opening, "(chap-halving)=\n", "", "5 lines"),
+    (opening, "(chap-halving)=\n", "", "the label, `(chap-name)=`"),
     (opening, "# Halving", "## Halving", "the title"),
     (opening, "Half of a half is a quarter.\n\nYou", "Half of a half\n\nYou", "states the claim"),
     (opening, "You need", "You want", "You need"),
@@ -648,6 +950,31 @@ SPOILED: list[tuple[Rule, str, str, str]] = [
     (module, "You get `psgd_lit.halving`", "You get nothing to import", "promises no module, but"),
     (spine, "## Check", "### Check", "headings are"),
     (spine, "## Check", "## See", "headings are"),
+    (named_content, "## Halves fall", "## See", "the heading 'See' would fit any chapter"),
+    (named_content, "## Halves fall", "### Break", "the heading 'Break' would fit any chapter"),
+    (named_content, "## Summary", "## Recap of halves", "should be Summary, Exercises"),
+    (lead, "{ref}`chap-drawing` left", "Somebody left", "doesn't refer to the page before"),
+    (lead, "What is a half?", "A half.", "asks no question"),
+    (lead, "After this chapter you can", "You will", "After this chapter you can"),
+    (summary, "- Nothing is left.\n", "", "2 lines before that question"),
+    (summary, "- Nothing is left.\n", "- Nothing.\n- Is.\n- Left.\n- At all.\n", "6 lines before that question"),
+    (summary, "What of thirds?", "Thirds.", "should ask the question that comes next"),
+    (summary, "Next: {ref}`chap-thirds`.", "", "should begin with `Next: `"),
+    (shown, "%% picture", "", "no figure"),
+    (shown, "explore(draw", "show(draw", "no exhibit, and no line"),
+    (shown, "assert half(x).shape == x.shape", "half(x)", "should assert what the exhibit shows"),
+    (shown, "(break-halving)=\n", "", "nothing is broken"),
+    (shown, "assert half(torch.tensor(1)).dtype != torch.int64", "half(torch.tensor(1))", "nothing is broken"),
+    (statements, "{prf:proposition}", "{prf:remark}", "no {prf:definition}, {prf:theorem} or {prf:proposition}"),
+    (statements, "{prf:proof}", "{note}", "a proposition without a {prf:proof}"),
+    (statements, ":label: prop-halving\n", "", "a proposition without `:label:`"),
+    (exercises, ":label: ex-third\n", "", "2 exercises with a label"),
+    (exercises, "Easy: a third", "A third", "should begin with Easy:"),
+    (exercises, "Easy: a third", "Project: a third", "the easier come first"),
+    (exercises, "Project: all", "Harder: all", "no exercise is a project"),
+    (exercises, "ex-third\n:class: dropdown\n", "ex-third\n", "ex-third has no solution"),
+    (exercises, "assert half(2) == 1", "half(2)", "ex-all has no solution"),
+    (exercises, "{solution-start} ex-all", "{solution-start} ex-third", "ex-all has no solution"),
     (sections, "%% picture", "", "no figure"),
     (sections, "explore(draw", "show(draw", "Touch has no cell that calls explore"),
     (sections, "assert half(torch.tensor(1)).dtype != torch.int64", "half(torch.tensor(1))", "Break asserts nothing"),
@@ -726,7 +1053,7 @@ def parse(text: str) -> Page:
                 cells[-1].outputs.append(v4.new_output("execute_result", {"text/plain": source}))
             case "picture":
                 cells[-1].outputs.append(v4.new_output("display_data", {"image/png": "", "text/plain": "<Figure>"}))
-    return as_page(Path("sample.ipynb"), v4.new_notebook(cells=cells))
+    return as_page(Path("criterion/sample.ipynb"), v4.new_notebook(cells=cells))
 
 
 def judge(rule: Rule, text: str) -> list[str]:
@@ -742,18 +1069,45 @@ def judge(rule: Rule, text: str) -> list[str]:
     return list(rule(page, [others[0], page, *others[1:]]))
 
 
-@pytest.mark.parametrize("rule", CHAPTER_RULES + PAGE_RULES, ids=lambda rule: rule.__name__)
+def sample_for(rule: Rule) -> str:
+    """The good chapter that a rule is tried on."""
+    return IN_SPINE if rule in SPINE_RULES else SAMPLE
+
+
+ALL_RULES = CHAPTER_RULES + SPINE_RULES + FORM_RULES + PAGE_RULES
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.__name__)
 def test_sample_keeps_rule(rule: Rule) -> None:
     """No rule complains about a good chapter, and each has a way to be broken below."""
-    assert judge(rule, SAMPLE) == []
+    assert judge(rule, sample_for(rule)) == []
     assert rule in {spoiled for spoiled, *_ in SPOILED}
 
 
 @pytest.mark.parametrize(("rule", "old", "new", "complaint"), SPOILED, ids=ids(SPOILED))
 def test_spoiled_sample(rule: Rule, old: str, new: str, complaint: str) -> None:
     """The rule complains, in words that help, when the good chapter is spoiled."""
-    assert old in SAMPLE
-    assert complaint in "\n".join(judge(rule, SAMPLE.replace(old, new)))
+    assert old in sample_for(rule)
+    assert complaint in "\n".join(judge(rule, sample_for(rule).replace(old, new)))
+
+
+def test_reason_stands_for_an_exhibit() -> None:
+    """A chapter without an exhibit says why it has none."""
+    bare = SAMPLE.replace("explore(draw", "show(draw")
+    reason = "\nThere is no exhibit here, because a half is a half.\n%% code\nshow(draw"
+    assert judge(shown, bare) != []
+    assert judge(shown, bare.replace("\n%% code\nshow(draw", reason)) == []
+
+
+def test_exercises_are_not_counted() -> None:
+    """A chapter may be at its limit of words and have exercises, too."""
+    assert judge(size, SAMPLE.replace("Halve all.", "Halve all. " * 1000)) == []
+    assert judge(size, SAMPLE.replace("Halves are small.", "Halves are small. " * 1000)) != []
+
+
+def test_text_of_statements_is_text() -> None:
+    """What stands in a theorem keeps the rules of sentences."""
+    assert judge(sentences, SAMPLE.replace("Twice this is the whole.", "It is half. It is small.")) != []
 
 
 def test_tools_and_what_is_announced_may_be_imported() -> None:

@@ -5,6 +5,7 @@ import re
 from html import unescape
 from typing import Any
 
+import nbformat
 import pytest
 from folding import LONG, count, folded_line
 from gates import PAGES, short
@@ -99,6 +100,19 @@ def test_nothing_is_called_checked_before_it_has_run() -> None:
     failed: Any = v4.new_code_cell("assert x == 1", execution_count=1)
     failed.outputs = [v4.new_output("error", ename="AssertionError")]
     assert folded_line(failed, {}) is None
+
+
+def test_a_solution_is_folded_as_a_whole() -> None:
+    """Between the marks of a solution a check stays open, and after it checks are folded again."""
+    check = "assert 1 == 1"
+    cells: list[Any] = [
+        v4.new_markdown_cell(":::{solution-start} ex-one\n:::"),
+        v4.new_code_cell(check),
+        v4.new_markdown_cell(":::{solution-end}\n:::"),
+        v4.new_code_cell(check),
+    ]
+    read = read_nb(nbformat.writes(v4.new_notebook(cells=cells))).cells
+    assert ["hide-input" in cell.metadata.tags for cell in read if cell.cell_type == "code"] == [False, True]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=short)

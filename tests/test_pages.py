@@ -128,7 +128,11 @@ def rendered(path: Path, soup: BeautifulSoup) -> Iterator[str]:
     """No directive and no role is left as raw text."""
     article = soup.find("article") or soup
     text = article.get_text("\n")
-    for pattern in (r"#\| ?[\w-]+", r"\{(?:ref|eq|cite|numref|doc|func|class)[\w:]*\}`?", r"^\([a-z]+-[\w-]+\)=$"):
+    for pattern in (
+        r"#\| ?[\w-]+",
+        r"\{(?:ref|prf:ref|eq|cite|numref|doc|func|class)[\w:]*\}`?",
+        r"^\([a-z]+-[\w-]+\)=$",
+    ):
         for found in dict.fromkeys(re.findall(pattern, text, re.MULTILINE)):
             yield f"shows {found!r} as text"
 
@@ -272,6 +276,7 @@ SPOILED: list[tuple[Gate, str, str, str]] = [
     (alternatives, "A curve that falls.", "../figure.png", "has the alternative '../figure.png'"),
     (rendered, "Title", "#| export", "shows '#| export'"),
     (rendered, "Title", "{ref}`chap-lie`", "shows '{ref}`'"),
+    (rendered, "Title", "{prf:ref}`thm-lie`", "shows '{prf:ref}`'"),
 ]
 
 

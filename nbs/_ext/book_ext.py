@@ -16,6 +16,7 @@ import folding
 import nbformat
 
 DIRECTIVE = re.compile(r"#\|\s*(?P<name>[\w-]+)\s*:?\s*(?P<value>.*)")
+SOLUTION = re.compile(r"\{solution-(start|end)\}")
 PROMISE = re.compile(r"^(You get )(`psgd_lit\.[\w.]+`)", re.MULTILINE)
 TAGS = {
     ("default_exp", None): "remove-cell",
@@ -36,13 +37,13 @@ def split_directives(source: str) -> tuple[dict[str, str], str]:
     return directives, "\n".join(lines).strip("\n")
 
 
-def annotate(cell: Any) -> None:
-    """Move the directives of a code cell into the metadata that MyST-NB reads."""
+def annotate(cell: Any, folds: bool = True) -> None:
+    """Move the directives of a code cell into the metadata that MyST-NB reads, and fold what is folded."""
     directives, cell.source = split_directives(cell.source)
     tags = [tag for (name, value), tag in TAGS.items() if name in directives and value in (None, directives[name])]
     cell.metadata.tags = [*cell.metadata.get("tags", []), *tags]
     mystnb: dict[str, Any] = {}
-    if (line := folding.folded_line(cell, directives)) is not None:
+    if folds and (line := folding.folded_line(cell, directives)) is not None:
         cell.metadata.tags = [*dict.fromkeys([*cell.metadata.tags, "hide-input"])]
         mystnb["code_prompt_show"] = line
     if "fig-alt" in directives:
@@ -63,9 +64,12 @@ def read_nb(text: str) -> Any:
     notebook = nbformat.reads(text, as_version=4)
     if notebook.cells and notebook.cells[0].cell_type == "markdown":
         notebook.cells[0].source = link_module(notebook.cells[0].source)
+    in_solution = False
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            annotate(cell)
+            annotate(cell, folds=not in_solution)  # a solution is folded as a whole
+        elif marks := SOLUTION.findall(cell.source):
+            in_solution = marks[-1] == "start"
     return notebook
 
 
