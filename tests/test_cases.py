@@ -781,7 +781,7 @@ def norm_at_zero(dead: Tensor, alive: Tensor) -> Tensor:
 def test_19_a_dropped_fit_is_counted_and_told(name):
     """The weights move, the number is in the table and survives a checkpoint, with a warning after 100 steps."""
     dead, alive = torch.zeros(3, requires_grad=True), torch.ones(4, requires_grad=True)
-    opt = PSGD([dead, alive], lr=0.01, preconditioner=name, init_scale=1.0)
+    opt = PSGD([dead, alive], lr=0.01, preconditioner=name, init_scale=1.0, update_every=1)
     for _ in range(100):
         opt.step(lambda: norm_at_zero(dead, alive))
     assert opt.dropped_fits == opt.skipped == 100
@@ -1064,7 +1064,8 @@ def test_25_inference_mode():
 def test_26_saddles(name, hvp):
     """P tends to the inverse of |H|, so that a step descends along negative curvature too."""
     z = torch.tensor([0.5, 1e-3], requires_grad=True)
-    opt = PSGD([z], lr=1e-3, preconditioner=name, hvp=hvp, lr_preconditioner=0.1, init_scale=0.1)
+    settings = {"lr_preconditioner": 0.1, "init_scale": 0.1, "update_every": 1}
+    opt = PSGD([z], lr=1e-3, preconditioner=name, hvp=hvp, **settings)
     for t in range(300):
         opt.param_groups[0]["lr_preconditioner"] = 0.1 if t < 200 else 0.01
         opt.step(lambda: 2 * z[0] ** 2 - z[1] ** 2)

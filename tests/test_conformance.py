@@ -392,7 +392,7 @@ def test_its_text_has_every_setting():
     opt = line.optimizer({"lr": 0.5, "damping": 0.125, "preconditioner": Diagonal()})
     for name, value in opt.defaults.items():
         assert f"{name}: {value}" in repr(opt)
-    for part in ("damping: 0.125", "preconditioner: Diagonal()", "hvp: exact", "update_every: 1"):
+    for part in ("damping: 0.125", "preconditioner: Diagonal()", "hvp: exact", "update_every: auto"):
         assert part in repr(opt)
 
 

@@ -112,7 +112,7 @@ def test_damping_bounds_p(kind):
 def test_whitening_normalizes_gradients():
     """P tends to the inverse of the gradient's deviation, whatever the loss."""
     x = torch.zeros(3, dtype=D, requires_grad=True)
-    opt = PSGD([x], lr=0.0, preconditioner="diagonal", hvp="whiten", lr_preconditioner=0.1)
+    opt = PSGD([x], lr=0.0, preconditioner="diagonal", hvp="whiten", lr_preconditioner=0.1, update_every=1)
     source, deviation = generator(), torch.tensor([0.1, 1.0, 10.0], dtype=D)
     total = torch.zeros(3, dtype=D)
     for t in range(1500):
@@ -462,7 +462,7 @@ def test_the_step_size_of_q_may_change_between_steps():
 def test_the_loss_of_rosenbrock_goes_to_zero():
     """From the start of the class's example, and to its end."""
     x = torch.tensor([-1.0, 1.0], requires_grad=True)
-    opt = PSGD([x], lr=0.5, preconditioner="dense", lr_preconditioner=0.2, init_scale=0.1)
+    opt = PSGD([x], lr=0.5, preconditioner="dense", lr_preconditioner=0.2, init_scale=0.1, update_every=1)
 
     def loss() -> Tensor:
         return 100 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2
