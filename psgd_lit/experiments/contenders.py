@@ -40,10 +40,11 @@ class Contender:
     refuses: Callable[[Task, Problem], str] = lambda task, problem: ""
 
 # %% ../../nbs/appendix/17_contenders.ipynb #4ebcc47e
+_NOISELESS = {"monotone": True, "steps": 100}
 OURS: dict[str, dict[str, Any]] = {
-    "whiten": {"hvp": "whiten", "lr": 0.003},
-    "exact": {"hvp": "exact", "lr": 0.1},
-    "psgd-lbfgs": {"hvp": "exact", "lr": 1.0, "monotone": True, "steps": 100},
+    "whiten": {"hvp": "whiten", "lr": 0.003, "update_every": "auto"},
+    "exact": {"hvp": "exact", "lr": 0.1, "update_every": "auto"},
+    "psgd-lbfgs": {"hvp": "exact", "lr": 1.0, "update_every": "auto"} | _NOISELESS,
 }
 
 # %% ../../nbs/appendix/17_contenders.ipynb #cadbfcdf
