@@ -166,11 +166,10 @@ def planned_move(
         finite: a boolean number.
     """
     lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-    go, rate = finite.to(x.device), factor.to(x.device) * lr
-    shrink = (
-        1 - go.to(x.dtype) * (lr * group["weight_decay"]) if group["weight_decay"] else None
-    )
-    steps = bucket.scatter((x * rate).where(go, 0.0))
+    decay = lr * group["weight_decay"] if group["weight_decay"] else None
+    shrink = None if decay is None else 1 - finite.to(x.device, x.dtype) * decay
+    step = (x * (factor.to(x.device) * lr)).nan_to_num_(0.0, 0.0, 0.0)  # the factor is 0 then
+    steps = bucket.scatter(step)
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
 
@@ -194,11 +193,14 @@ def planned_moves(
     Returns:
         The moves, and whether all is finite, a boolean number on the device.
     """
+    every, t = groups[0]["update_every"], groups[0]["t"]
+    steps = period(every, t)
+    still = 1 if t % steps == 0 else steps  # at a step that fits, Q is new
     ahead = [
-        (group, b, b.precondition({**gradient, **means}, Q))
+        (group, b, b.precondition({**gradient, **means}, Q, still))
         for (group, b), Q in zip(active, ready, strict=True)
     ]
-    lengths = [u for _, b, x in ahead for p, u in b.scatter(x).items() if p in gradient]
+    lengths = [u for _, b, x in ahead for u in b.parts(x, gradient)]
     most = threshold(groups[0]["max_norm"], groups[0]["hvp"], [as_real(p) for p in gradient])
     factor = clip_factor(lengths, most)
     finite = factor > 0
@@ -269,9 +271,9 @@ def damped_pairs(
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether all entries of some tensors are finite, a boolean number on the device of the first one."""
     real = [as_real(x) for x in tensors]
+    ends = torch._foreach_max(real) + torch._foreach_max(torch._foreach_neg(real))
     dtype = reduce(torch.promote_types, [x.dtype for x in real], torch.float32)
-    largest = torch._foreach_norm(real, math.inf, dtype=dtype)
-    return torch.stack([x.to(real[0].device) for x in largest]).isfinite().all()
+    return torch.stack([x.to(real[0].device, dtype) for x in ends]).isfinite().all()
 
 # %% ../nbs/10_psgd.ipynb #d2b313d2
 def fits(

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .protocol import Group, State, check_step_size, largest_entry
+from psgd_lit.groups.protocol import (
+    Group,
+    State,
+    check_step_size,
+    largest_entry,
+    largest_positive,
+)
 
 # %% ../../nbs/groups/03_diagonal.ipynb #4d39de1d
 @dataclass(frozen=True)
@@ -74,9 +80,22 @@ class Diagonal(Group):
         """Return `Q^-T x`, which is `Q^-1 x`."""
         return self.solve(Q, x)
 
+    def product(self, Q: State) -> State:
+        """Return the diagonal of P, `(*batch, n)`."""
+        return (self.diagonal(Q).square(),)
+
+    def precondition_by(self, P: State, g: Tensor) -> Tensor:
+        """Return `P g`."""
+        scaled: Tensor = P[0][..., None] * g
+        return scaled
+
     def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
         """Return the diagonal of `a a^T - b b^T`, `(*batch, n)`."""
-        return (((a + b) * (a - b)).sum(-1),)  # eq-diagonal-slope
+        return self.slope_of_sums(Q, a + b, a - b)
+
+    def slope_of_sums(self, Q: State, s: Tensor, d: Tensor) -> State:
+        """Return the slope from `s = a + b` and `d = a - b`."""
+        return ((s * d).sum(-1),)  # eq-diagonal-slope
 
     def move(self, Q: State, E: State) -> State:
         """Return `(I + E) Q`."""
@@ -88,7 +107,7 @@ class Diagonal(Group):
 
     def magnitude(self, Q: State) -> Tensor:
         """Return the largest diagonal entry."""
-        return largest_entry([self.diagonal(Q)], Q[0].dim() - 1)
+        return largest_positive(self.diagonal(Q))
 
     def matrix(self, Q: State) -> Tensor:
         """Return Q as a dense matrix."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bordered import Bordered, bordered_difference
+from .bordered import Bordered, bordered_difference, bordered_step
 from .protocol import Group, State, largest_entry, power_below
 
 # %% ../../nbs/groups/06_sparse_lu.ipynb #e19ddb8a
@@ -85,6 +85,24 @@ class SparseLU(Group):
         Pinv_v, v = self.solve(Q, b), self.apply_t(Q, b)
         E_U = bordered_difference(h, Ph, Pinv_v, v, self.rank)
         return (self.half.slope(Q[0], a, b), E_U)  # eq-splu-slopes
+
+    def relative_step(
+        self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor, least: Tensor
+    ) -> tuple[State, Tensor]:
+        """Return the protocol's step without making the slopes."""
+        return self.step_of_sums(Q, a + b, a - b, lr, least)
+
+    def step_of_sums(
+        self, Q: State, s: Tensor, d: Tensor, lr: float | Tensor, least: Tensor
+    ) -> tuple[State, Tensor]:
+        """Return the same from `s = a + b` and `d = a - b`, with all columns in one product."""
+        both, swapped = torch.cat([s, d], -1), torch.cat([d, s], -1)
+        left = both / 2, self.solve(Q, both) / 2
+        right = swapped, self.apply_t(Q, swapped)  # eq-splu-slopes, by sums and differences
+        each = zip(Q, left, right, least.unbind(-1), strict=True)
+        steps = [bordered_step(q, u, w, lr, m) for q, u, w, m in each]
+        (L, one), (R, other) = steps
+        return (L, R), torch.stack([one, other], -1)
 
     @property
     def maxima(self) -> int:
