@@ -1,0 +1,180 @@
+"""Every quick way of a group and of a bucket equals the plain one, to rounding, on many shapes, types and batches."""
+
+from itertools import product as every
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psgd_lit.affine import Block, affine_blocks
+from psgd_lit.blocks import choose, leaves
+from psgd_lit.buckets import Bucket, map_leaves
+from psgd_lit.groups.bordered import Bordered
+from psgd_lit.groups.diagonal import Diagonal, Equilibration
+from psgd_lit.groups.direct_sum import DirectSum
+from psgd_lit.groups.kron import Kron
+from psgd_lit.groups.normalization import Normalization
+from psgd_lit.groups.protocol import Group, safe_pair
+from psgd_lit.groups.sparse_lu import SparseLU
+from psgd_lit.groups.triangular import Triangular
+from psgd_lit.optim import PSGD
+
+T, D = Triangular(), Diagonal()
+CASES = {
+    "triangular": (T, 7),
+    "triangular, cut in halves": (T, 101),
+    "triangular, in several blocks": (T, 261),
+    "diagonal": (D, 6),
+    "closed form": (Equilibration(), 6),
+    "normalization": (Normalization(), 6),
+    "bordered": (Bordered(3), 9),
+    "bordered, all columns": (Bordered(9), 5),
+    "sparse LU": (SparseLU(3), 9),
+    "sparse LU of diagonals": (SparseLU(0), 4),
+    "Kronecker": (Kron(T, T), (5, 4)),
+    "Kronecker, wide": (Kron(T, T), (3, 120)),
+    "Kronecker, tall": (Kron(T, D), (130, 2)),
+    "Kronecker, three": (Kron(T, D, T), (2, 3, 4)),
+    "Kronecker, nested": (Kron(Kron(T, D), Normalization()), ((2, 3), 4)),
+    "direct sum": (DirectSum(T, SparseLU(1)), (4, 5)),
+}
+BATCHES, TYPES = ((), (3,), (2, 2)), (torch.float32, torch.float64)
+case = pytest.mark.parametrize("name", CASES)
+kind = pytest.mark.parametrize(("batch", "dtype"), list(every(BATCHES, TYPES)), ids=str)
+
+
+def pair(group, Q, batch, dtype, k, seed):
+    """Two random columns as a step sees them."""
+    source = torch.Generator().manual_seed(seed)
+    return safe_pair(*torch.randn(2, *batch, group.size(Q), k, dtype=dtype, generator=source))[:2]
+
+
+def learned(group, shape, batch, dtype):
+    """Where a few updates on random pairs lead."""
+    Q = group.init(shape, batch, dtype=dtype)
+    for seed in range(8):
+        v, h = pair(group, Q, batch, dtype, 1, seed)
+        Q = group.update(Q, v, h, 0.2)
+    return Q
+
+
+def assert_near(quick, plain, dtype):
+    """Two states are equal to some hundred roundings of their largest entry."""
+    for x, y in zip(leaves(quick), leaves(plain), strict=True):
+        size = float(y.abs().amax()) if y.numel() else 0.0
+        torch.testing.assert_close(x, y, rtol=0, atol=300 * torch.finfo(dtype).eps * size)
+
+
+@case
+@kind
+def test_a_quick_step_is_the_plain_step(name, batch, dtype):
+    group, shape = CASES[name]
+    Q = learned(group, shape, batch, dtype)
+    for k, bound in ((1, 0.0), (4, 0.0), (1, 50.0)):
+        a, b = pair(group, Q, batch, dtype, k, seed=k)
+        least = torch.full((*batch, group.maxima), bound, dtype=dtype)
+        plain = Group.relative_step(group, Q, a, b, 0.1, least)
+        assert_near(group.relative_step(Q, a, b, 0.1, least), plain, dtype)
+        assert_near(group.step_of_sums(Q, a + b, a - b, 0.1, least), plain, dtype)
+        slope = group.slope_of_sums(Q, a + b, a - b)
+        assert_near(slope, group.slope(Q, a, b), dtype)
+
+
+@case
+@kind
+def test_a_product_that_was_made_once_is_the_same_product(name, batch, dtype):
+    group, shape = CASES[name]
+    Q = learned(group, shape, batch, dtype)
+    g, _ = pair(group, Q, batch, dtype, 3, seed=9)
+    plain = group.apply_t(Q, group.apply(Q, g))
+    assert_near(group.precondition(Q, g), plain, dtype)
+    assert_near(group.precondition_by(group.product(Q), g), plain, dtype)
+
+
+@case
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf, -torch.inf])
+def test_a_quick_step_leaves_a_member_without_a_pair_alone(name, bad):
+    group, shape = CASES[name]
+    Q = learned(group, shape, (2,), torch.float32)
+    v, h = (x.clone() for x in pair(group, Q, (2,), torch.float32, 1, seed=3))
+    h[1], v[1] = (bad, v[1]) if bad else (0.0, 0.0)
+    after = group.update(Q, v, h, 0.1)
+    for new, old in zip(leaves(after), leaves(Q), strict=True):
+        assert torch.equal(new[1], old[1])
+    assert not torch.equal(group.matrix(after)[0], group.matrix(Q)[0])
+
+
+@case
+@pytest.mark.parametrize("unit", [1e-20, 1e-8, 1e15])
+def test_a_quick_step_in_a_far_unit(name, unit):
+    """With a and b in a unit that is a power of two the step is the same, bit for bit."""
+    group, shape = CASES[name]
+    Q, scale = learned(group, shape, (2,), torch.float32), 2.0 ** round(torch.tensor(unit).log2().item())
+    a, b = pair(group, Q, (2,), torch.float32, 1, seed=4)
+    near, far = group.step(Q, a, b, 0.1), group.step(Q, scale * a, scale * b, 0.1)
+    assert all(torch.equal(x, y) for x, y in zip(leaves(near), leaves(far), strict=True))
+
+
+LAYERS = {
+    "linear": lambda: torch.nn.Linear(3, 4),
+    "without bias": lambda: torch.nn.Linear(3, 4, bias=False),
+    "convolution": lambda: torch.nn.Conv2d(4, 4, 3, groups=2),
+    "transposed": lambda: torch.nn.ConvTranspose2d(2, 3, 2),
+    "transposed, in groups": lambda: torch.nn.ConvTranspose1d(4, 4, 3, groups=2),
+    "recurrent": lambda: torch.nn.LSTM(3, 2),
+    "embedding": lambda: torch.nn.Embedding(5, 3),
+    "attention": lambda: torch.nn.MultiheadAttention(4, 2),
+    "complex": lambda: torch.nn.Linear(3, 2, dtype=torch.complex64),
+    "half": lambda: torch.nn.Linear(3, 2, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("lacking", [(), (0,), (1, 2)])
+def test_views_gather_and_scatter_what_joining_does(name, lacking):
+    model = torch.nn.ModuleList([LAYERS[name]() for _ in range(3)])
+    choices = choose("kron", model.parameters(), affine_blocks(model))
+    kinds = {choice.shape: [c for c in choices if c.shape == choice.shape] for choice in choices}
+    for members in kinds.values():
+        bucket = Bucket(members, 1.0)
+        values = {p: torch.randn_like(p) for p in bucket.params}
+        values = {p: v for i, (p, v) in enumerate(values.items()) if i not in lacking}
+        joined = torch.cat([c.block.join(values, bucket.dtype).flatten(1) for c in members])
+        x = bucket.gather(values)
+        assert torch.equal(x, joined[..., None])
+        assert x.dtype == bucket.dtype
+        parts, blocks = bucket.scatter(x), torch.split(joined, [c.block.batch for c in members])
+        for choice, array in zip(members, blocks, strict=True):
+            block: Block = choice.block
+            for p, part in block.split(array.reshape(block.batch, *block.shape)).items():
+                assert torch.equal(parts[p], part)
+
+
+def test_a_kept_product_is_made_anew_for_another_factor():
+    """For a Q that was replaced, and for one that was written to in place."""
+    params = [torch.zeros(5, 5) for _ in range(2)]
+    bucket = Bucket(choose("kron", params), 1.0)
+    g = {p: torch.randn(5, 5, generator=torch.Generator().manual_seed(1)) for p in params}
+    assert torch.allclose(bucket.precondition(g, steps=100), bucket.gather(g))
+    bucket.states()[1]["Q"][0][0].mul_(3.0)
+    written = bucket.precondition(g, steps=100)
+    assert torch.allclose(written[1], 9 * bucket.gather(g)[1])
+    bucket.state = bucket.state | {"Q": map_leaves(lambda leaf: 2 * leaf, bucket.Q)}
+    assert torch.allclose(bucket.precondition(g, steps=100), 16 * written)
+
+
+@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(1, 6), columns=st.integers(1, 6), k=st.integers(1, 12), seed=st.integers(0, 99))
+def test_steps_between_fits_are_those_without_a_kept_product(rows, columns, k, seed):
+    source = torch.Generator().manual_seed(seed)
+    W = torch.randn(rows, columns, dtype=torch.float64, generator=source)
+    x = torch.randn(8, columns, dtype=torch.float64, generator=source)
+    p = W.clone().requires_grad_()
+    opt = PSGD([p], lr=0.1, update_every=k)
+    for _ in range(2 * k + 2):
+        opt.step(lambda: (x @ p.T).tanh().square().mean())
+        g = {p: torch.ones_like(p)}
+        [(_, bucket)] = opt.buckets.active(g)
+        kept, plain = bucket.precondition(g, steps=1000), bucket.precondition(g, steps=1)
+        torch.testing.assert_close(kept, plain, rtol=1e-9, atol=1e-12)
