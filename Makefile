@@ -43,7 +43,7 @@ lab: .venv/.done export ## open the notebooks in JupyterLab, with the exhibits l
 serve: book ## serve the built book on http://localhost:8000
 	$(BIN)/python -m http.server --bind localhost --directory _build/html 8000
 
-run: export ## run notebooks and store their outputs in the canonical form: all, or NB=nbs/05_hvp.ipynb
+run: export ## run notebooks and store their outputs in the canonical form: all, or NB=nbs/criterion/01_hvp.ipynb
 	$(BIN)/python nbs/_ext/writer.py $(NB)
 	$(BIN)/nbdev_export
 

@@ -5,6 +5,7 @@ So the same function judges the book, and, in a test beside it, a broken example
 """
 
 import ast
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,8 +24,15 @@ HTML = ROOT / "_build" / "html"
 PAGES = [page for page in pages() if page.exists()]
 """The pages of the book in reading order; that none is missing is a gate of its own."""
 
+LOOK_AHEAD = "a look ahead at"
+"""The words of a first cell after which chapters may be named that come later."""
 HIDDEN = {"hide", "default_exp"}
 HIDING_TAGS = {"remove-cell", "remove-input", "hide-cell", "hide-input"}
+
+
+def name_of(path: Path) -> str:
+    """The name of a page, without its number in its part."""
+    return path.stem.lstrip("0123456789").lstrip("_")
 
 
 def short(path: Path) -> str:
@@ -135,6 +143,24 @@ class Page:
     def module(self) -> str | None:
         """The module that the page exports, without `psgd_lit.`; None if it exports none."""
         return next((cell.directives["default_exp"] for cell in self.code if "default_exp" in cell.directives), None)
+
+    @cached_property
+    def label(self) -> str:
+        """The label with which the page begins; empty if it has none."""
+        found = re.match(r"\((chap-[\w-]+)\)=", self.cells[0].source) if self.cells else None
+        return found[1] if found else ""
+
+    @property
+    def is_tool(self) -> bool:
+        """True for a page of the appendix: software, reference and the book's own machinery."""
+        return self.path.parent.name == "appendix"
+
+    @cached_property
+    def needs(self) -> tuple[list[str], list[str]]:
+        """The labels of the chapters that the first cell says it needs, and of those at which it looks ahead."""
+        line = re.search(r"^You need .*$", self.cells[0].source, re.MULTILINE) if self.cells else None
+        before, _, ahead = line[0].partition(LOOK_AHEAD) if line else ("", "", "")
+        return re.findall(r"chap-[\w-]+", before), re.findall(r"chap-[\w-]+", ahead)
 
     def after(self, cell: Cell, count: int) -> tuple[Cell, ...]:
         """The cells that follow a cell, at most `count`."""

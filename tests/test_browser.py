@@ -29,6 +29,7 @@ FLAGS = [
 ]
 PHONE: ViewportSize = {"width": 400, "height": 800}
 DESK: ViewportSize = {"width": 1200, "height": 900}
+LAPTOP: ViewportSize = {"width": 1280, "height": 800}
 PATIENCE = 15_000
 """Milliseconds until something that doesn't happen is a failure."""
 
@@ -108,6 +109,36 @@ def overflow_faults(page: Page) -> Iterator[str]:
     page.set_viewport_size(DESK)
 
 
+SCROLLING = """() => [...document.querySelectorAll("article *")]
+  .filter(e => e.checkVisibility() && !e.closest("mjx-container *") && e.scrollWidth > e.clientWidth + 1
+    && ["auto", "scroll"].includes(getComputedStyle(e).overflowX))
+  .map(e => [e.clientWidth, e.scrollWidth, (e.closest(".math") ?? e).textContent.trim().slice(0, 60)])"""
+"""What has to be scrolled sideways: its width, that of what it holds, and its first words."""
+
+CUT = """() => [...document.querySelectorAll("article mjx-container")].filter(e => {
+  if (!e.checkVisibility()) return false;
+  const column = (e.closest("p, li, td, th, dd, summary, .math") ?? e.parentElement).getBoundingClientRect();
+  const formula = (e.querySelector("mjx-math") ?? e).getBoundingClientRect();
+  const scrolls = n => n && n.tagName !== "ARTICLE"
+    && (["auto", "scroll"].includes(getComputedStyle(n).overflowX) || scrolls(n.parentElement));
+  return formula.left < column.left - 1 || (formula.right > column.right + 1 && !scrolls(e));
+}).map(e => (e.closest(".math") ?? e).textContent.trim().slice(0, 60))"""
+"""The formulas of which a part is neither seen nor reached by scrolling."""
+
+
+def width_faults(page: Page) -> Iterator[str]:
+    """On a small desk's screen nothing scrolls sideways, opened folds included, and no formula is cut on any screen."""
+    page.evaluate("document.querySelectorAll('article details').forEach(e => { e.open = true })")
+    for screen in (LAPTOP, PHONE):
+        page.set_viewport_size(screen)
+        yield from (f"cut on a screen of {screen['width']}: {text!r}" for text in page.evaluate(CUT))
+        if screen is LAPTOP:
+            for shown, needed, text in page.evaluate(SCROLLING):
+                yield f"scrolls sideways on a screen of {screen['width']}, {needed} wide in {shown}: {text!r}"
+    page.evaluate("document.querySelectorAll('article details').forEach(e => { e.open = false })")
+    page.set_viewport_size(DESK)
+
+
 def is_font_preload(url: str) -> bool:
     """True for the theme's icon fonts: Chromium preloads none for a page from a disk, and a script draws the icons."""
     return url.startswith("file:") and url.endswith(".woff2") and "/fontawesome/" in url
@@ -146,6 +177,7 @@ def faults(browser: Browser, path: Path, exhibits: int) -> list[str]:
     for number, exhibit in enumerate(roots.all(), 1):
         found += exhibit_faults(exhibit, f"exhibit {number}")
     found += overflow_faults(page)
+    found += width_faults(page)
     context.close()
     return found
 
@@ -196,6 +228,36 @@ SPOILED = [
         "dark theme: the page is",
     ),
     ("inline-block", "inline-block; overflow: hidden; width: 0", "a formula has no size"),
+    (
+        "<p>Text.</p>",
+        '<article><pre style="overflow-x: auto; width: 300px">' + "x" * 99 + "</pre></article>",
+        "scrolls sideways on a screen of 1280",
+    ),
+    (
+        "<p>Text.</p>",
+        '<article><details><summary>Fold</summary><pre style="overflow-x: auto; width: 300px">'
+        + "x" * 99
+        + "</pre></details></article>",
+        "scrolls sideways on a screen of 1280",
+    ),
+    (
+        "<p>Text.</p>",
+        '<article><p style="width: 300px; overflow: hidden"><mjx-container style="display: block; width: 350px">'
+        "x</mjx-container></p></article>",
+        "cut on a screen of 400",
+    ),
+    (
+        "<p>Text.</p>",
+        '<article><p style="width: 300px; overflow: hidden"><mjx-container style="display: block; margin-left: -9px">'
+        "x</mjx-container></p></article>",
+        "cut on a screen of 1280",
+    ),
+    (
+        "<p>Text.</p>",
+        '<article><div class="math" style="width: 300px"><mjx-container style="display: block; overflow-x: auto">'
+        '<mjx-math style="display: block; width: 290px">x</mjx-math></mjx-container></div></article>',
+        "",
+    ),
     ('<mjx-container style="display: inline-block">x</mjx-container>', "x", "1 formulas, and only 0 are typeset"),
     ("output.textContent = input.value;", "", "slider 1 doesn't change the value"),
     ("image.src = ", "", "slider 1 doesn't change the picture"),

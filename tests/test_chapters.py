@@ -18,14 +18,14 @@ from typing import Any
 
 import nbformat
 import pytest
-from gates import PAGES, Cell, Page, as_page, ids, read_page, report, short
+from gates import LOOK_AHEAD, PAGES, Cell, Page, as_page, ids, name_of, read_page, report, short
 from nbformat import v4
 
 Rule = Callable[[Page, list[Page]], Iterator[str]]
 
-NOT_CHAPTERS = {"index", "01_notation", "02_claims", "11_using_psgd", "88_ledger", "90_api", "91_references"}
+NOT_CHAPTERS = {"index", "notation", "claims", "using_psgd", "ledger", "api", "references"}
 """Pages of reference: the rules of their text and code hold for them, those of a chapter's shape do not."""
-WITHOUT_MODULE = {"13_family", "85_workshop"}
+WITHOUT_MODULE = {"family", "workshop"}
 """Chapters that use the library and add nothing to it."""
 SPINE = ["Question", "Derive", "Code", "Check", "See", "Touch", "Break", "Recap"]
 EXPERIMENT_SPINE = ["Claim", "Setup", "Run", "Verdict"]
@@ -108,7 +108,7 @@ def opening(page: Page, book: list[Page]) -> Iterator[str]:
 
 def is_experiment(page: Page) -> bool:
     """True for a chapter that judges claims by trying them."""
-    return page.path.parent.name == "experiments"
+    return page.path.parent.name == "evidence" or any("Claim" in headings(cell) for cell in page.cells)
 
 
 def module(page: Page, book: list[Page]) -> Iterator[str]:
@@ -117,7 +117,7 @@ def module(page: Page, book: list[Page]) -> Iterator[str]:
     Only experiments, the family page and the workshop may export nothing, if their first cell says so.
     """
     if "You get nothing to import." in page.cells[0].source:
-        if not is_experiment(page) and page.path.stem not in WITHOUT_MODULE:
+        if not is_experiment(page) and name_of(page.path) not in WITHOUT_MODULE:
             yield "only an experiment may export nothing"
         if page.module:
             yield f"the first cell promises no module, but the notebook exports {page.module}"
@@ -154,8 +154,35 @@ def sections(page: Page, book: list[Page]) -> Iterator[str]:
         yield "Recap has fewer than three bullets"
     if not re.search("exercise", recap, re.IGNORECASE):
         yield "Recap has no exercises"
-    if not re.search(r"^Next: \{ref\}`chap-[\w-]+`", recap, re.MULTILINE):
-        yield "Recap doesn't end with `Next: {ref}`chap-name`.`"
+
+
+def needs(page: Page, book: list[Page]) -> Iterator[str]:
+    """What a chapter says it needs comes before it, and what it looks ahead at comes after it."""
+    place = {other.label: number for number, other in enumerate(book)}
+    required, ahead = page.needs
+    for label in (*required, *ahead):
+        if label not in place:
+            yield f"needs {label}, which no page is"
+    yield from (
+        f"needs {label}, which comes later; move one of them, or say `{LOOK_AHEAD}`"
+        for label in required
+        if place.get(label, -1) >= place[page.label]
+    )
+    yield from (
+        f"looks ahead at {label}, which comes earlier"
+        for label in ahead
+        if place.get(label, len(book)) <= place[page.label]
+    )
+
+
+def following(page: Page, book: list[Page]) -> Iterator[str]:
+    """`Next` names the page that follows in the contents, and every chapter says it once."""
+    named = [label for cell in page.text for label in re.findall(r"^Next: \{ref\}`([^`]+)`", cell.source, re.MULTILINE)]
+    after = book.index(page) + 1
+    expected = book[after].label if after < len(book) else "no other"
+    if len(named) != 1 and name_of(page.path) not in NOT_CHAPTERS:
+        yield f"{len(named)} lines begin with `Next: {{ref}}`, and one should"
+    yield from (f"Next names {label}; the page that follows is {expected}" for label in named if label != expected)
 
 
 def sentences(page: Page, book: list[Page]) -> Iterator[str]:
@@ -249,8 +276,14 @@ def checked(page: Page, book: list[Page]) -> Iterator[str]:
 
 
 def imports(page: Page, book: list[Page]) -> Iterator[str]:
-    """From the library, chapters import names, and only from the modules of earlier chapters."""
-    earlier = {f"psgd_lit.{other.module}" for other in book[: book.index(page)] if other.module}
+    """From the library, chapters import names, and only from the modules of earlier chapters.
+
+    What software the appendix has may be used by all parts of the book, and a first cell may look ahead.
+    """
+    _, ahead = page.needs
+    known = [*book[: book.index(page)], *(other for other in book if other.label in ahead)]
+    known += [] if page.is_tool else [other for other in book if other.is_tool]
+    earlier = {f"psgd_lit.{other.module}" for other in known if other.module}
     for cell in page.code:
         for node in ast.walk(cell.tree):
             if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "psgd_lit" for alias in node.names):
@@ -438,7 +471,7 @@ def printed(page: Page, book: list[Page]) -> Iterator[str]:
             rows = [line for line in text.splitlines() if re.search(r"\w", line)]
             if rows and not re.search(r"\d", rows[0]):
                 rows = rows[1:] or rows
-            if len(rows) > ROWS and page.path.stem not in NOT_CHAPTERS:
+            if len(rows) > ROWS and name_of(page.path) not in NOT_CHAPTERS:
                 yield f"{cell}: prints {len(rows)} rows, and {ROWS} are the limit"
             long = [number for number in re.findall(r"\d*\.\d+(?:e[+-]?\d+)?", text) if digits(number) > DIGITS]
             if long:
@@ -447,13 +480,25 @@ def printed(page: Page, book: list[Page]) -> Iterator[str]:
 
 # The gates -------------------------------------------------------------------------------------------------------
 
-CHAPTER_RULES: list[Rule] = [size, opening, module, spine, sections, imports]
-PAGE_RULES: list[Rule] = [beats, lengths, checked, sentences, plain, randomness, equations, figures, exhibits, printed]
+CHAPTER_RULES: list[Rule] = [size, opening, module, spine, sections, needs, imports]
+PAGE_RULES: list[Rule] = [
+    following,
+    beats,
+    lengths,
+    checked,
+    sentences,
+    plain,
+    randomness,
+    equations,
+    figures,
+    exhibits,
+    printed,
+]
 
 
 def rules_of(path: Path) -> list[Rule]:
     """The rules that hold for a page."""
-    return PAGE_RULES if path.stem in NOT_CHAPTERS else CHAPTER_RULES + PAGE_RULES
+    return PAGE_RULES if name_of(path) in NOT_CHAPTERS else CHAPTER_RULES + PAGE_RULES
 
 
 @pytest.fixture(scope="module")
@@ -608,7 +653,13 @@ SPOILED: list[tuple[Rule, str, str, str]] = [
     (sections, "assert half(x).shape == x.shape", "half(x)", "Touch asserts nothing"),
     (sections, "- Nothing is left.\n", "", "three bullets"),
     (sections, "Exercises.", "Then:", "no exercises"),
-    (sections, "Next: {ref}`chap-thirds`.", "", "Next:"),
+    (needs, "{ref}`chap-drawing`.", "{ref}`chap-thirds`.", "needs chap-thirds, which comes later"),
+    (needs, "{ref}`chap-drawing`.", "{ref}`chap-halving`.", "needs chap-halving, which comes later"),
+    (needs, "{ref}`chap-drawing`.", "{ref}`chap-fifths`.", "needs chap-fifths, which no page is"),
+    (needs, "You need", "You need linear algebra, and a look ahead at", "looks ahead at chap-drawing"),
+    (following, "Next: {ref}`chap-thirds`.", "", "0 lines begin with"),
+    (following, "Next: {ref}`chap-thirds`.", "Next: {ref}`chap-drawing`.", "the page that follows is chap-thirds"),
+    (following, "Next: {ref}`chap-thirds`.", "Next: {ref}`chap-thirds`.\nNext: {ref}`chap-thirds`.", "2 lines begin"),
     (sentences, "The curve falls.", "The curve falls. It is steep.", "two sentences"),
     (sentences, "The curve falls.", "It is $x$. It is steep.", "two sentences"),
     (sentences, "The curve falls.", 'It falls (a "half"). $x$ is steep.', "two sentences"),
@@ -678,10 +729,16 @@ def parse(text: str) -> Page:
 
 
 def judge(rule: Rule, text: str) -> list[str]:
-    """Apply a rule to a page that comes after another one, which exports `viz`."""
-    earlier = v4.new_notebook(cells=[v4.new_code_cell("#| default_exp viz")])
-    page = parse(text)
-    return list(rule(page, [as_page(Path("earlier.ipynb"), earlier), page]))
+    """Apply a rule to a page between two others, which export `viz` and `thirds`, with the tool `ink` at the end."""
+    page, others = parse(text), []
+    for name, label, module in [
+        ("earlier", "chap-drawing", "viz"),
+        ("later", "chap-thirds", "thirds"),
+        ("appendix/tool", "chap-ink", "ink"),
+    ]:
+        cells = [v4.new_markdown_cell(f"({label})=\n# Title"), v4.new_code_cell(f"#| default_exp {module}")]
+        others.append(as_page(Path(f"{name}.ipynb"), v4.new_notebook(cells=cells)))
+    return list(rule(page, [others[0], page, *others[1:]]))
 
 
 @pytest.mark.parametrize("rule", CHAPTER_RULES + PAGE_RULES, ids=lambda rule: rule.__name__)
@@ -696,6 +753,15 @@ def test_spoiled_sample(rule: Rule, old: str, new: str, complaint: str) -> None:
     """The rule complains, in words that help, when the good chapter is spoiled."""
     assert old in SAMPLE
     assert complaint in "\n".join(judge(rule, SAMPLE.replace(old, new)))
+
+
+def test_tools_and_what_is_announced_may_be_imported() -> None:
+    """A module of the appendix serves all parts, and that of a later chapter one that looks ahead at it."""
+    assert judge(imports, SAMPLE.replace("psgd_lit.viz import", "psgd_lit.ink import")) == []
+    later = SAMPLE.replace("psgd_lit.viz import", "psgd_lit.thirds import")
+    assert judge(imports, later) != []
+    ahead = later.replace("You need {ref}`chap-drawing`", f"You need tea, and {LOOK_AHEAD} {{ref}}`chap-thirds`")
+    assert judge(imports, ahead) == judge(needs, ahead) == []
 
 
 @pytest.mark.parametrize(

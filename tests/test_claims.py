@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
-from gates import PAGES, Page, as_page, read_page, report, short
+from gates import PAGES, Page, as_page, name_of, read_page, report, short
 from ledger import CLAIMS, DEFINITION, FINDINGS, KINDS, READ, WORDS, Claim, Finding, Ledger, read_ledger, stored
 from nbformat import v4
 from test_pages import html_of, soup_of
@@ -435,7 +435,7 @@ def test_verdicts_are_read_from_notebooks(tmp_path: Path) -> None:
 
 # The page --------------------------------------------------------------------------------------------------------
 
-PAGE = next(path for path in PAGES if path.stem == "88_ledger")
+PAGE = next(path for path in PAGES if name_of(path) == "ledger")
 
 
 def not_shown(soup: BeautifulSoup, ledger: Ledger) -> Iterator[str]:

@@ -5,6 +5,7 @@ import configparser
 import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
-from gates import NBS, PAGES, ROOT, ids, report, short
+from gates import NBS, PAGES, ROOT, Page, as_page, ids, read_page, report, short
 from nbformat import v4
 from writer import canonical, pages, readme
 
@@ -185,6 +186,68 @@ def test_toc_gate_fails(tmp_path: Path) -> None:
         "extra.ipynb is not in _toc.yml",
         "there.ipynb is in _toc.yml twice",
     ]
+
+
+def misnumbered(listed: list[Path], folder: Path) -> Iterator[str]:
+    """In each part the files are numbered from 1 in the order of the contents, and no part comes twice."""
+    parts = [path.parent.relative_to(folder).as_posix() for path in listed[1:]]
+    in_a_row = [part for part, before in zip(parts, [None, *parts], strict=False) if part != before]
+    yield from (f"{part} comes {count} times" for part, count in Counter(in_a_row).items() if count > 1)
+    for part in dict.fromkeys(parts):
+        pages = [path for path in listed[1:] if path.parent == folder / part]
+        for number, path in enumerate(pages, 1):
+            if not path.stem.startswith(f"{number:02d}_"):
+                yield f"{path.relative_to(folder)} should have the number {number:02d}"
+
+
+def after_the_tools(book: list[Page]) -> Iterator[str]:
+    """No mathematics stands among the tools or after them: no equation of the paper, and no page of another part."""
+    first = next((number for number, page in enumerate(book) if page.is_tool), len(book))
+    for page in book[first:]:
+        if not page.is_tool:
+            yield f"{short(page.path)} comes after the tools, which stand in the appendix"
+        elif re.search(r"^Paper: .*equation", page.cells[0].source, re.MULTILINE):
+            yield f"{short(page.path)} is about an equation of the paper, and stands among the tools"
+
+
+def test_order() -> None:
+    """The pages are numbered as the contents list them, mathematics before tools."""
+    report(misnumbered(pages(), NBS))
+    report(after_the_tools([read_page(path) for path in PAGES]))
+
+
+@pytest.mark.parametrize(
+    ("names", "complaint"),
+    [
+        ("a/01_x a/02_y b/01_z", ""),
+        ("a/01_x a/03_y", "a/03_y.ipynb should have the number 02"),
+        ("a/02_x", "a/02_x.ipynb should have the number 01"),
+        ("a/01_x a/01_y", "a/01_y.ipynb should have the number 02"),
+        ("a/02_x a/01_y", "a/02_x.ipynb should have the number 01"),
+        ("a/x", "a/x.ipynb should have the number 01"),
+        ("a/01_x b/01_y a/02_z", "a comes 2 times"),
+    ],
+)
+def test_numbers_gate(names: str, complaint: str, tmp_path: Path) -> None:
+    """A gap, a number twice, a file without one, another order and a part in two pieces are seen."""
+    listed = [tmp_path / f"{name}.ipynb" for name in ("index", *names.split())]
+    found = "\n".join(misnumbered(listed, tmp_path))
+    assert complaint in found if complaint else found == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "paper", "complaint"),
+    [
+        ("forms/01_x appendix/01_y", "none of it", ""),
+        ("appendix/01_y forms/01_x", "none of it", "01_x.ipynb comes after the tools"),
+        ("forms/01_x appendix/01_y", "section II.B, equations (4) and (5)", "01_y.ipynb is about an equation"),
+    ],
+)
+def test_tools_gate(names: str, paper: str, complaint: str) -> None:
+    """A page after the tools is seen, and one about an equation among them."""
+    notebook = v4.new_notebook(cells=[v4.new_markdown_cell(f"(chap-x)=\n# X\n\nPaper: {paper}.")])
+    found = "\n".join(after_the_tools([as_page(Path(f"{name}.ipynb"), notebook) for name in names.split()]))
+    assert complaint in found if complaint else found == ""
 
 
 # The gates can fail ----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from gates import PAGES, short
 from nbclient.exceptions import CellExecutionError
 from nbformat import v4
+from provenance import is_as_written
 from writer import WIDGET_VIEW, canonical, execute, readme
 
 
@@ -147,9 +148,11 @@ def test_printed_text() -> None:
 
 
 @pytest.mark.elsewhere
-@pytest.mark.parametrize("path", PAGES, ids=short)
+@pytest.mark.parametrize("path", [path for path in PAGES if not is_as_written(path)], ids=short)
 def test_same_bytes_twice(path: Path) -> None:
     """Running a notebook twice gives the same bytes; where it was stored on such a machine, that was the first run.
+
+    Those that stand as the writer has run them, with the same library, data and packages, have had that run.
 
     On any machine it prints what is stored.
     """

@@ -2,11 +2,16 @@
 
 A directive is a leading comment `#| name: value`.
 The page hides it; the notebook that the page offers for download keeps it.
+What a page folds, and the line that stands for it, is the business of `folding`.
 """
 
 import re
+from html import escape
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import folding
 import nbformat
 
 DIRECTIVE = re.compile(r"#\|\s*(?P<name>[\w-]+)\s*:?\s*(?P<value>.*)")
@@ -35,6 +40,9 @@ def annotate(cell: Any) -> None:
     tags = [tag for (name, value), tag in TAGS.items() if name in directives and value in (None, directives[name])]
     cell.metadata.tags = [*cell.metadata.get("tags", []), *tags]
     mystnb: dict[str, Any] = {}
+    if (line := folding.folded_line(cell, directives)) is not None:
+        cell.metadata.tags = [*dict.fromkeys([*cell.metadata.tags, "hide-input"])]
+        mystnb["code_prompt_show"] = line
     if "fig-alt" in directives:
         mystnb["image"] = {"alt": directives["fig-alt"]}
     if "fig-cap" in directives:
@@ -52,6 +60,25 @@ def read_nb(text: str) -> Any:
     return notebook
 
 
-def setup(app: Any) -> dict[str, bool]:
-    """Sphinx asks every extension for this; all the work is done in `read_nb`."""
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+def open_fold(translator: Any, node: Any) -> None:
+    """Begin a fold: its line is its name, so that a screen reader says it too."""
+    classes = " ".join(["admonition", "hide", *node["classes"]])
+    line = f'<p class="admonition-title">{escape(node["prompt_show"])}</p>'
+    translator.body.append(f'<details class="{classes}">\n<summary>{line}</summary>\n')
+
+
+def close_fold(translator: Any, node: Any) -> None:
+    """End a fold."""
+    translator.body.append("</details>\n")
+
+
+def setup(app: Any) -> dict[str, int | bool]:
+    """Sphinx asks every extension for this; most of the work is done in `read_nb`.
+
+    Where this file or `folding` has changed, all pages are read again.
+    """
+    from myst_nb.sphinx_ import HideCodeCellNode  # only a build needs it; the writer imports this module too
+
+    app.add_node(HideCodeCellNode, override=True, html=(open_fold, close_fold))
+    sources = b"".join(Path(path).read_bytes() for path in (__file__, folding.__file__))
+    return {"env_version": crc32(sources), "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""The canonical writer: run notebooks in fresh kernels and store them in one form, byte for byte.
+"""The canonical writer: run notebooks in fresh kernels and store them in one form, byte for byte, and record that.
 
 Usage: `python nbs/_ext/writer.py [NOTEBOOK ...]`; without arguments, all pages of `_toc.yml`, then the README.
 """
@@ -14,6 +14,7 @@ import nbformat
 import yaml
 from book_ext import split_directives
 from nbclient import NotebookClient
+from provenance import digest, record
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = {
@@ -95,8 +96,11 @@ def rewrite(path: Path) -> None:
 def main(arguments: list[str]) -> None:
     """Write the notebooks named on the command line, or all of them, and then the README."""
     book = pages()
+    chosen = [Path(argument).resolve() for argument in arguments] or book
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(rewrite, [Path(argument).resolve() for argument in arguments] or book))
+        list(pool.map(rewrite, chosen))
+    names = {path: str(path.relative_to(ROOT)) for path in [*book, *chosen]}
+    record({names[path]: digest(path) for path in chosen}, names.values())
     (ROOT / "README.md").write_text(readme(book[0]), encoding="utf-8")
 
 
