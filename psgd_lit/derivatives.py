@@ -5,7 +5,7 @@ __all__ = ['HVP', 'draw_probes', 'draw_by_parameter', 'active_parameters', 'chec
            'stored_derivatives', 'closure_derivatives', 'mean_over_ranks', 'warn_unless_averaged', 'used_derivatives',
            'amp_scale', 'without_autocast']
 
-# %% ../nbs/appendix/06_derivatives.ipynb #af5730d6
+# %% ../nbs/appendix/06_derivatives.ipynb #137ac295
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +22,8 @@ from psgd_lit.closures import (
     drop_graphs,
     histories,
     run_closure,
+    warn_if_batches_are_lost,
+    warn_if_changed,
     warn_if_unsteady,
     without_graph,
 )
@@ -110,14 +112,15 @@ def check_parameters(params: Iterable[Tensor]) -> None:
             )
     histories(params)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #7c3ad3f5
+# %% ../nbs/appendix/06_derivatives.ipynb #9303ff8e
 _WAYS = """Three ways to call step:
   opt.step(lambda: loss_fn(model(x), y))      a closure that returns the loss and calls no backward: for every hvp
   opt.step(closure)                           a closure that calls backward() and returns the loss: for hvp="approx" and
                                               "whiten", and for "exact" if it calls backward(create_graph=True)
   opt.step()                                  after loss.backward(create_graph=True, inputs=list(model.parameters()))
                                               for hvp="exact"; after plain backward() for hvp="whiten", and on a step
-                                              where opt.due is False"""
+                                              where opt.due is False
+A trainer that calls backward() itself (Lightning, Accelerate) lets you say loss.backward(create_graph=opt.due)."""
 _NO_GRAPH = (
     ", all or parts of which were computed without their graph: say create_graph=True in every backward() since "
     "zero_grad(), and call zero_grad() before the first."
@@ -185,7 +188,7 @@ def stored_derivatives(
         drop_graphs(params)
     return Derivatives(None, [None if g is None else g.detach() for g in gradient], product)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #29eb6dab
+# %% ../nbs/appendix/06_derivatives.ipynb #9f824968
 def _difference(
     closure: Callable[[], Any], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> Derivatives:
@@ -207,13 +210,14 @@ def _difference(
     found = hvp_approx(closure, params, probe, evaluate=evaluate)
     if first is not None:
         warn_if_unsteady(first, found.gradient, found.product, PAPER_STEP)
+        warn_if_changed(aside)
     if history is not None:
         history.differences += 1
     left = aside.settle()
     gradient = left if aside.called_backward else found.gradient
     return Derivatives(found.loss, gradient, found.product)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #2e7f617e
+# %% ../nbs/appendix/06_derivatives.ipynb #7bb55dcb
 def closure_derivatives(
     closure: Callable[[], Any],
     params: Sequence[Tensor],
@@ -236,6 +240,7 @@ def closure_derivatives(
         RuntimeError: if the closure called `backward` in a way from which the product cannot be had.
         ValueError: if a loss that must follow the parameters was computed before the closure ran.
     """
+    warn_if_batches_are_lost()
     if probe is not None and hvp == "approx":
         return _difference(closure, params, probe)
     if probe is not None and hvp == "forward":
@@ -273,7 +278,7 @@ def mean_over_ranks(tensors: Sequence[Tensor], process_group: Any) -> list[Tenso
             means[i] = part.view_as(tensors[i])
     return means
 
-# %% ../nbs/appendix/06_derivatives.ipynb #c0ea682b
+# %% ../nbs/appendix/06_derivatives.ipynb #7a8f6a2c
 def warn_unless_averaged(params: Iterable[Tensor], process_group: Any) -> None:
     """Warn if this is one of several processes, and nobody averages the gradients of a closure without `backward`.
 
@@ -286,7 +291,7 @@ def warn_unless_averaged(params: Iterable[Tensor], process_group: Any) -> None:
         warnings.warn(
             "several processes run, and nobody averages their gradients, since a closure that calls no backward() is "
             "unknown to DistributedDataParallel: pass process_group=torch.distributed.group.WORLD to PSGD",
-            stacklevel=4,
+            stacklevel=7,
         )
 
 # %% ../nbs/appendix/06_derivatives.ipynb #09cb777a

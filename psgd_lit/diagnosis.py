@@ -257,7 +257,7 @@ def table(rows: Sequence[Sequence[str | float | None]]) -> str:
     ]
     return "\n".join(line.rstrip() for line in lines)
 
-# %% ../nbs/appendix/11_doctor.ipynb #ef0d91b9
+# %% ../nbs/appendix/11_doctor.ipynb #10208084
 @dataclass(frozen=True, repr=False)
 class Report:
     """What `doctor` has found; `str` and `repr` are its tables.
@@ -294,9 +294,7 @@ class Report:
     def about_products(self) -> str:
         """Return which kinds of product work."""
         rows: list[list[Any]] = [["hvp", "off by", "works"]]
-        rows += [
-            [t.hvp, t.deviation, f"no: {t.reason}" if t.reason else "yes"] for t in self.trials
-        ]
+        rows += [[t.hvp, t.deviation, t.verdict(self.bound)] for t in self.trials]
         rows += [] if self.bound is None else [["bound", self.bound, ""]]
         return table(rows)
 

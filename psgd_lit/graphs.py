@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-# %% ../nbs/appendix/04_graphs.ipynb #dbfebcc9
+# %% ../nbs/appendix/04_graphs.ipynb #fa305077
 _REFUSALS = re.compile(
     r"derivative for .* is not implemented"  # double backward through attention, cdist, cuDNN's RNN, ...
     r"|forward AD with .* does not support it"  # an operator without a forward formula
@@ -27,7 +27,8 @@ _REFUSALS = re.compile(
 WAYS_OUT = (
     'Ways out: hvp="approx" (hvp_approx), which differentiates once; hvp="exact", where only "forward" fails; '
     "sparse=False for an embedding; or a closure that runs under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for "
-    "attention, under torch.backends.cudnn.flags(enabled=False) for recurrent layers."
+    "attention, under torch.backends.cudnn.flags(enabled=False) for recurrent layers. For a compiled model call "
+    "(model if opt.due else compiled)(x)."
 )
 
 

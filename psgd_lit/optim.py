@@ -4,7 +4,7 @@
 __all__ = ['Pairs', 'period', 'average', 'averages', 'hold_averages', 'Move', 'planned_move', 'planned_moves', 'undefined_if_bad',
            'damped_pairs', 'all_finite', 'fits', 'tried', 'PSGD']
 
-# %% ../nbs/optimizer/03_psgd.ipynb #b062beb3
+# %% ../nbs/optimizer/03_psgd.ipynb #e22ca05f
 import math
 import operator
 import warnings
@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import (
+    _disable_dynamo,
+)  # as torch's own optimizers do; torch.compiler's would import all of it
 
 from .affine import Block, as_real
 from psgd_lit.blocks import (
@@ -40,6 +43,7 @@ from psgd_lit.derivatives import (
 from psgd_lit.descent import (
     COUNTS,
     LossWatch,
+    RunWatch,
     after_loss,
     is_read,
     judged,
@@ -337,8 +341,8 @@ def tried(
         new.append(Move(move.params, None, steps))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #40a74308
-class PSGD(LossWatch, torch.optim.Optimizer):
+# %% ../nbs/optimizer/03_psgd.ipynb #fb044a27
+class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
     At each step it moves the parameters by `-lr P g`, with P = Q^T Q from the previous iterations, and, when due, fits
@@ -476,6 +480,7 @@ class PSGD(LossWatch, torch.optim.Optimizer):
             f"\ndropped fits: {dropped} in {self.param_groups[0]['t']} steps" if dropped else ""
         )
 
+    @_disable_dynamo  # torch.compile leaves a step as it is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; the class says in which three ways.
@@ -493,11 +498,12 @@ class PSGD(LossWatch, torch.optim.Optimizer):
         for group in self.param_groups:
             check_settings(group, head, read=False)
         if word := word_of_trouble(head):
-            warnings.warn(word, stacklevel=4)
+            warnings.warn(word, stacklevel=6)
         if is_read(head["t"]):
             self.buckets.look()
-        stored = closure is None and self.process_group is None
-        every, params = active_parameters(self.param_groups, stored)
+        every, params = active_parameters(
+            self.param_groups, closure is None and self.process_group is None
+        )
         every = [p for p in every if p.requires_grad]
         if not params:
             return None if closure is None else torch.enable_grad()(closure)()
@@ -548,8 +554,12 @@ class PSGD(LossWatch, torch.optim.Optimizer):
         hold_averages(self.state, means, used)
         states, dropped = fits(active, ready, *probed, used)
         steps = {"t": 1, "skipped": ~finite & ~refused.to(finite.device), "dropped": dropped}
-        counts = {name: groups[0][name] + n for name, n in steps.items()}
-        counts |= trial | after_loss(groups[0], loss)
+        counts = (
+            {name: groups[0][name] + n for name, n in steps.items()}
+            | trial
+            | after_loss(groups[0], loss)
+        )
+        self.look(active, ready, states, gradient, means, probed, moves)
         for move in moves:
             move.make()
         buckets.keep(states)

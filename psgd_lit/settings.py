@@ -179,9 +179,10 @@ def saved_form(group: Mapping[str, Any], choices: Iterable[Choice]) -> list[Any]
         for chosen, _, block in choices
     ]
 
-# %% ../nbs/appendix/09_settings.ipynb #5d52c099
+# %% ../nbs/appendix/09_settings.ipynb #f3eadb50
 _ON_BLOCKS = ("preconditioner", "blocks")  # settings that are saved in another form
 _FUNCTION = "a function"
+_KEEPER = "block"  # where the state of a block is, as the position of a parameter
 
 
 @contextmanager
@@ -193,6 +194,11 @@ def saving(optimizer: Any) -> Iterator[None]:
         for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
             group |= {name: plain(value) for name, value in group.items()}
             group["blocks"] = saved_form(mine, choices_of(mine, optimizer.state))
+            keeper = {i: i for i, p in enumerate(mine["params"]) if p.requires_grad}
+            keeper |= {i: where[0] for _, where, _ in group["blocks"] for i in where}
+            for i, first in keeper.items() if saved["state"] else ():
+                entry = saved["state"].setdefault(group["params"][i], {})
+                entry |= {} if entry else {_KEEPER: torch.tensor(first)}
             chosen = mine["preconditioner"]
             group["preconditioner"] = _FUNCTION if callable(chosen) else str(chosen)
             if callable(group["update_every"]):
@@ -204,7 +210,7 @@ def saving(optimizer: Any) -> Iterator[None]:
     finally:
         hook.remove()
 
-# %% ../nbs/appendix/09_settings.ipynb #78c88b1d
+# %% ../nbs/appendix/09_settings.ipynb #6d22d189
 def entries_of(
     group: Mapping[str, Any], saved: Mapping[str, Any], states: Mapping[Any, Mapping[str, Any]]
 ) -> dict[Tensor, dict[str, Any]]:
@@ -217,7 +223,9 @@ def entries_of(
     """
     entries: dict[Tensor, dict[str, Any]] = {}
     for p, key in zip(group["params"], saved["params"], strict=True):
-        entries |= {p: named_leaves(states[key])} if key in states else {}
+        if key in states:
+            entries[p] = named_leaves(states[key])
+            entries[p].pop(_KEEPER, None)
     for _, positions, _ in saved["blocks"]:
         members = [group["params"][i] for i in positions]
         if "Q.0" in entries.get(members[0], ()):

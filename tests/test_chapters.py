@@ -23,7 +23,7 @@ from nbformat import v4
 
 Rule = Callable[[Page, list[Page]], Iterator[str]]
 
-NOT_CHAPTERS = {"index", "notation", "claims", "using_psgd", "ledger", "api", "references"}
+NOT_CHAPTERS = {"index", "notation", "claims", "reading", "using_psgd", "ledger", "api", "references"}
 """Pages of reference: the rules of their text and code hold for them, those of a chapter's shape do not."""
 WITHOUT_MODULE = {"family", "workshop"}
 """Chapters that use the library and add nothing to it."""

@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -300,6 +307,54 @@ def test_05_distributed_checkpoints_go_on(flat, name, hvp, momentum, tmp_path):
             other.step(lambda twin=twin: loss_of(twin))
         assert same(weights(net), weights(twin))
         assert opt.param_groups[0]["t"] == other.param_groups[0]["t"] == 5
+
+
+OPTIONS = {
+    "nested": {},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "full": {"full_state_dict": True, "cpu_offload": True},
+}
+
+
+def sent(saved: dict[str, Any], empty: dict[str, Any], by: str, folder: Path) -> dict[str, Any]:
+    """Carry a state by memory, by a distributed checkpoint into an empty state, or by one as a torch file."""
+    if by == "memory":
+        return saved
+    dcp.save({"opt": saved}, checkpoint_id=folder)
+    if by == "file":
+        dcp.load({"opt": empty}, checkpoint_id=folder)
+        return empty
+    dcp_to_torch_save(folder, folder / "one.pt")
+    return torch.load(folder / "one.pt", weights_only=True)["opt"]
+
+
+@pytest.mark.parametrize("by", ["memory", "file", "converted file"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", ["dense", "splu", "kron", "scan"])
+@pytest.mark.parametrize("settings", [{"momentum": 0.5}, {}], ids=["momentum", "plain"])
+@pytest.mark.usefixtures("alone")
+def test_every_parameter_has_an_entry_in_a_distributed_checkpoint(by, options, name, settings, tmp_path):
+    """Also one whose block keeps its state elsewhere, so that torch's strict loading takes what its saving gave."""
+
+    def make(seed: int) -> tuple[nn.Module, PSGD]:
+        net = network(seed=seed)
+        return net, PSGD(net.parameters(), lr=0.05, preconditioner=name, blocks=affine_blocks(net), **settings)
+
+    (net, opt), (twin, other) = make(0), make(5)
+    for _ in range(2):
+        opt.step(lambda: loss_of(net))
+    how = StateDictOptions(**options)
+    saved, empty = (get_optimizer_state_dict(*pair, options=how) for pair in ((net, opt), (twin, other)))
+    if options is not OPTIONS["flat"]:
+        assert all(saved["state"][key] for key, _ in net.named_parameters())
+    loaded = sent(saved, empty, by, tmp_path)
+    set_optimizer_state_dict(twin, other, loaded, options=how)
+    twin.load_state_dict(net.state_dict())
+    assert same(states(opt), states(other))
+    for _ in range(2):
+        opt.step(lambda: loss_of(net))
+        other.step(lambda: loss_of(twin))
+    assert same(weights(net), weights(twin))
 
 
 @pytest.mark.usefixtures("alone")

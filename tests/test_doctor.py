@@ -191,6 +191,18 @@ def test_a_product_that_is_wrong_in_silence_is_seen(dtype: torch.dtype) -> None:
     assert off[1] is not None
     assert off[0] < 0.01 < 0.1 < off[1]
     assert works(wrong)["approx"] == ""
+    assert "doubtful" in wrong.about_products()
+    assert "doubtful" not in right.about_products()
+
+
+def test_differences_that_are_apart_themselves_cannot_tell() -> None:
+    """A tiny loss beside a large constant: single precision loses the differences of its gradients."""
+    net = network(torch.float32)
+    x = batch(torch.float32)[0]
+    report = doctor(net, lambda: (1e-3 * net(x) + 30 * (1e4 * net(x)).sin()).mean(), **SHORT)
+    assert report.bound is not None
+    assert report.bound > 0.1
+    assert "can't tell" in report.about_products()
 
 
 def test_a_model_in_float64_is_seen_in_float64() -> None:

@@ -252,3 +252,32 @@ def test_devices_of_one_kind_have_probes_of_their_own():
     assert torch.equal(first, draw_probes([torch.zeros(1000)], seed=0, t=0)[0])
     third = draw_probes(params, seed=0, t=1)[1]
     assert not torch.equal(second, third)
+
+
+@pytest.mark.parametrize("hvp", ["exact", "whiten"])
+def test_a_compiled_step_is_the_step(hvp):
+    """torch.compile leaves a step as it is: no graph is captured, nothing compiled again, and the bits are the same."""
+    torch.compiler.reset()
+    (net, twin), counters = (network(), network()), torch._dynamo.utils.counters
+    opt, other = (PSGD(model.parameters(), hvp=hvp) for model in (net, twin))
+    compiled = torch.compile(opt.step, backend="eager")
+    counters.clear()
+    for t in range(10):
+        opt.param_groups[0]["lr"] = other.param_groups[0]["lr"] = 0.1 / (t + 1)
+        compiled(lambda: loss_of(net))
+        other.step(lambda: loss_of(twin))
+    assert same(weights(net), weights(twin))
+    assert not counters["stats"]["unique_graphs"]
+    assert not counters["recompile_limit"]
+
+
+def test_a_compiled_model_stays_compiled_inside_a_step():
+    """The step isn't traced, but a model that the closure calls is."""
+    torch.compiler.reset()
+    net = network()
+    opt = PSGD(net.parameters(), hvp="approx")
+    model, counters = torch.compile(net, backend="aot_eager"), torch._dynamo.utils.counters
+    counters.clear()
+    for _ in range(2):
+        opt.step(lambda: loss_of(model))
+    assert counters["stats"]["unique_graphs"] == 1

@@ -22,7 +22,7 @@ FLOORS = {
     "costs": 1,
     "criterion": None,
     "derivatives": 1,
-    "descent": 0,
+    "descent": 1,
     "diagnosis": 6,
     "examination": 5,
     "experiments": 4,

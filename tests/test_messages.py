@@ -1,10 +1,13 @@
 """Every message that the guide quotes is one that the library raises, word for word."""
 
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -44,6 +47,30 @@ def attention() -> None:
     layer = nn.MultiheadAttention(4, 1, batch_first=True)
     x = torch.ones(1, 3, 4)
     new(layer).step(lambda: layer(x, x, x, need_weights=False)[0].square().sum())
+
+
+def clipped() -> None:
+    net = network()
+
+    def closure() -> None:
+        net.zero_grad()
+        loss_of(net).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+    new(net, hvp="approx").step(closure)
+
+
+def accumulated() -> None:
+    net = network()
+    state = SimpleNamespace(GradientState=lambda: SimpleNamespace(num_steps=4))
+    with patch.dict(sys.modules, {"accelerate.state": state}):
+        new(net).step(lambda: loss_of(net))
+
+
+def compiled() -> None:
+    net = network()
+    model = torch.compile(net, backend="aot_eager")
+    new(net).step(lambda: loss_of(model))
 
 
 def sparse() -> None:
@@ -101,6 +128,9 @@ RAISED: dict[str, Callable[[], Any]] = {
     "Three ways to call step": plain_backward,
     "derivative for ... is not implemented": attention,
     "has no column for it": lambda: new(preconditioner="scan"),
+    "changes its gradients after backward()": clipped,
+    "batches and calls the closure for one of them": accumulated,
+    "double backward": compiled,
     "a gradient is sparse": sparse,
     "another block holds one too": two_blocks_of_one,
     "give all parameters of a block to one param group": half_a_block,
