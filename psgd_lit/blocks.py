@@ -269,12 +269,7 @@ def leaves(state: Any) -> list[Tensor]:
         else [leaf for part in state for leaf in leaves(part)]
     )
 
-# %% ../nbs/appendix/07_blocks.ipynb #02975a97
-def state_dtype(params: Iterable[Tensor]) -> torch.dtype:
-    """Return the real dtype of the state that preconditions these parameters: theirs, but float32 at least."""
-    return _widest(frozenset(p.dtype for p in params))
-
-
+# %% ../nbs/appendix/07_blocks.ipynb #x34
 @cache
 def _widest(dtypes: frozenset[torch.dtype]) -> torch.dtype:
     learned = [
@@ -283,6 +278,11 @@ def _widest(dtypes: frozenset[torch.dtype]) -> torch.dtype:
         if (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
     ]
     return reduce(torch.promote_types, learned, torch.float32)
+
+# %% ../nbs/appendix/07_blocks.ipynb #02975a97
+def state_dtype(params: Iterable[Tensor]) -> torch.dtype:
+    """Return the real dtype of the state that preconditions these parameters: theirs, but float32 at least."""
+    return _widest(frozenset(p.dtype for p in params))
 
 # %% ../nbs/appendix/07_blocks.ipynb #7fa7b86f
 def describe_choices(choices: Sequence[Choice], names: Mapping[Tensor, str]) -> str:

@@ -171,9 +171,9 @@ def planned_move(
     """
     lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
     decay = lr * group["weight_decay"] if group["weight_decay"] else None
-    shrink = None if decay is None else 1 - finite.to(x.device, x.dtype) * decay
-    step = (x * (factor.to(x.device) * lr)).nan_to_num_(0.0, 0.0, 0.0)  # the factor is 0 then
-    steps = bucket.scatter(step)
+    go, rate = finite.to(x.device), factor.to(x.device) * lr
+    shrink = None if decay is None else 1 - go.to(x.dtype) * decay
+    steps = bucket.scatter((x * rate).where(go, 0.0))
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
 

@@ -1,5 +1,6 @@
 """Every quick way of a group and of a bucket equals the plain one, to rounding, on many shapes, types and batches."""
 
+import copy
 from itertools import product as every
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from psgd_lit.affine import Block, affine_blocks
 from psgd_lit.blocks import choose, leaves
-from psgd_lit.buckets import Bucket, map_leaves
+from psgd_lit.buckets import Bucket, KeptProduct, map_leaves
 from psgd_lit.groups.bordered import Bordered
 from psgd_lit.groups.diagonal import Diagonal, Equilibration
 from psgd_lit.groups.direct_sum import DirectSum
@@ -18,7 +19,7 @@ from psgd_lit.groups.normalization import Normalization
 from psgd_lit.groups.protocol import Group, safe_pair
 from psgd_lit.groups.sparse_lu import SparseLU
 from psgd_lit.groups.triangular import Triangular
-from psgd_lit.optim import PSGD
+from psgd_lit.optim import PSGD, planned_move
 
 T, D = Triangular(), Diagonal()
 CASES = {
@@ -74,8 +75,7 @@ def test_a_quick_step_is_the_plain_step(name, batch, dtype):
     for k, bound in ((1, 0.0), (4, 0.0), (1, 50.0)):
         a, b = pair(group, Q, batch, dtype, k, seed=k)
         least = torch.full((*batch, group.maxima), bound, dtype=dtype)
-        plain = Group.relative_step(group, Q, a, b, 0.1, least)
-        assert_near(group.relative_step(Q, a, b, 0.1, least), plain, dtype)
+        plain = group.relative_step(Q, a, b, 0.1, least)
         assert_near(group.step_of_sums(Q, a + b, a - b, 0.1, least), plain, dtype)
         slope = group.slope_of_sums(Q, a + b, a - b)
         assert_near(slope, group.slope(Q, a, b), dtype)
@@ -178,3 +178,114 @@ def test_steps_between_fits_are_those_without_a_kept_product(rows, columns, k, s
         [(_, bucket)] = opt.buckets.active(g)
         kept, plain = bucket.precondition(g, steps=1000), bucket.precondition(g, steps=1)
         torch.testing.assert_close(kept, plain, rtol=1e-9, atol=1e-12)
+
+
+def range_problem(curvature, shape=(4, 3), update_every=10, **settings):
+    """A parameter, an optimizer and a closure whose curvature lies between `curvature` and four times that."""
+    p = torch.ones(shape, requires_grad=True)
+    H = curvature * torch.linspace(1, 4, p.numel(), dtype=torch.float64).reshape(shape).float()
+    opt = PSGD([p], lr=0.1, max_norm=float("inf"), update_every=update_every, **settings)
+    return p, opt, lambda: (H * p * p).sum() / 2
+
+
+@pytest.mark.parametrize("curvature", [1e-40, 1e-30, 1e-10, 1.0, 1e10, 1e30])
+@pytest.mark.parametrize("preconditioner", ["kron", "dense", "diagonal", "splu", "scan-or-kron"])
+def test_a_kept_product_is_right_at_every_curvature(curvature, preconditioner):
+    """Where P would leave the range of float32 and Q does not, the steps are those of Q; none is dropped or lost."""
+    p, opt, closure = range_problem(curvature, preconditioner=preconditioner)
+    for _ in range(31):
+        opt.step(closure)
+    assert opt.skipped == 0 and p.isfinite().all()
+    g = {p: torch.autograd.grad(closure(), p)[0]}
+    [(_, bucket)] = opt.buckets.active(g)
+    kept, plain = bucket.precondition(g, steps=10**6), bucket.precondition(g, steps=1)
+    assert plain.isfinite().all() and plain.abs().amax() > 1e-4
+    torch.testing.assert_close(kept, plain, rtol=2e-5, atol=2e-6 * float(plain.abs().amax()))
+
+
+@pytest.mark.parametrize("spread", [1e-20, 1e20])
+def test_a_kept_product_is_right_for_columns_of_far_scales(spread):
+    Q = torch.tensor([[1.0, 0.5 * spread], [0.0, spread]])
+    g = torch.tensor([[1.0], [1 / spread]])
+    exact = (Q.double().T @ Q.double() @ g.double()).float()
+    torch.testing.assert_close(T.precondition_by(T.product((Q,)), g), exact, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_kept_product_of_a_bad_factor_is_bad(bad):
+    """What is not finite in Q stays visible to the guard of the step."""
+    Q = torch.eye(3)
+    Q[0, 1] = bad
+    assert not T.precondition_by(T.product((Q,)), torch.ones(3, 1)).isfinite().all()
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_bad_gradient_drops_the_step_and_is_counted(every, bad):
+    p, opt, closure = range_problem(1.0, update_every=every)
+    for _ in range(15):
+        opt.step(closure)
+    before = p.detach().clone()
+    p.register_hook(lambda g: g.index_fill(0, torch.tensor([1]), bad))
+    opt.step(closure)
+    assert torch.equal(p, before) and opt.skipped == 1
+
+
+def test_a_finite_step_that_overflows_is_not_taken_for_zero():
+    """A step size that takes a finite direction out of range shows in the parameters, as with any optimizer."""
+    group, x = {"lr": 1e30, "weight_decay": 0.0}, torch.full((1, 2, 1), 1e10)
+    w = torch.zeros(2)
+    [move] = [
+        planned_move(group, Bucket(choose("diagonal", [w]), 1.0), x, {w: w}, torch.tensor(1.0), torch.tensor(True))
+    ]
+    assert move.steps[0].isinf().all()
+    stopped = planned_move(
+        group, Bucket(choose("diagonal", [w]), 1.0), x, {w: w}, torch.tensor(0.0), torch.tensor(False)
+    )
+    assert not stopped.steps[0].any()
+
+
+def test_a_new_factor_at_the_place_of_an_old_one_is_seen():
+    """A tensor that is freed may leave its address to the next one; a product must not be taken for that one's."""
+    kept = KeptProduct(T)
+    for scale in range(1, 200):
+        Q = T.scale(T.init(3, (1,)), torch.tensor([float(scale)]))
+        made = T.precondition_by(kept.of(Q), torch.ones(1, 3, 1))
+        assert torch.equal(made, torch.full((1, 3, 1), float(scale) ** 2))
+
+
+@pytest.mark.parametrize("hvp", ["exact", "approx", "whiten"])
+@pytest.mark.parametrize("stop", [3, 10, 11, 17])
+@pytest.mark.parametrize("preconditioner", ["kron", "dense", "splu"])
+def test_a_run_that_stops_in_a_period_goes_on_bit_for_bit(hvp, stop, preconditioner):
+    """The kept product is in no checkpoint; it is made anew from the same Q."""
+
+    def begin():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        )
+        return model, PSGD(model.parameters(), lr=0.05, hvp=hvp, update_every=10, preconditioner=preconditioner)
+
+    def run(model, opt, steps):
+        for t in steps:
+            x = torch.randn(8, 5, generator=torch.Generator().manual_seed(t))
+
+            def closure(x=x):
+                return (model(x) - x.sum(1, keepdim=True).sin()).square().mean()
+
+            opt.step(closure)
+
+    model, opt = begin()
+    run(model, opt, range(stop))
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    run(model, opt, range(stop, 32))
+    again, other = begin()
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    run(again, other, range(stop, 32))
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+    states = (leaves(tuple(b.state["Q"] for _, b in o.buckets.active({}))) for o in (opt, other))
+    for x, y in zip(*states, strict=True):
+        assert torch.equal(x, y)

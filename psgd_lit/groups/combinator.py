@@ -135,16 +135,10 @@ class Combinator(Group):
         """Return `(I + E_i) Q_i` for each part."""
         return tuple(p.move(q, e) for p, q, e in zip(self.parts, Q, E, strict=True))
 
-    def relative_step(
-        self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor, least: Tensor
-    ) -> tuple[State, Tensor]:
-        """Return the parts, each after its own step, which may be a quick one, and their maxima."""
-        return self.step_of_sums(Q, a + b, a - b, lr, least)
-
     def step_of_sums(
         self, Q: State, s: Tensor, d: Tensor, lr: float | Tensor, least: Tensor
     ) -> tuple[State, Tensor]:
-        """Return the same from `s = a + b` and `d = a - b`, which are made once for all parts."""
+        """Return the parts, each after its own step, which may be a quick one, and their maxima."""
         each = zip(self._seen(Q, s, d), self._least(least), strict=True)
         steps = (p.step_of_sums(q, s_i, d_i, lr, m) for (p, q, s_i, d_i), m in each)
         states, maxima = zip(*steps, strict=True)

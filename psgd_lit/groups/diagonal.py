@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psgd_lit.groups.protocol import (
-    Group,
-    State,
-    check_step_size,
-    largest_entry,
-    largest_positive,
-)
+from .protocol import Group, State, check_step_size, largest_entry
 
 # %% ../../nbs/forms/01_diagonal.ipynb #084ace34
 @dataclass(frozen=True)
@@ -80,15 +74,6 @@ class Diagonal(Group):
         """Return `Q^-T x`, which is `Q^-1 x`."""
         return self.solve(Q, x)
 
-    def product(self, Q: State) -> State:
-        """Return the diagonal of P, `(*batch, n)`."""
-        return (self.diagonal(Q).square(),)
-
-    def precondition_by(self, P: State, g: Tensor) -> Tensor:
-        """Return `P g`."""
-        scaled: Tensor = P[0][..., None] * g
-        return scaled
-
     def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
         """Return the diagonal of `a a^T - b b^T`, `(*batch, n)`."""
         return self.slope_of_sums(Q, a + b, a - b)
@@ -107,7 +92,7 @@ class Diagonal(Group):
 
     def magnitude(self, Q: State) -> Tensor:
         """Return the largest diagonal entry."""
-        return largest_positive(self.diagonal(Q))
+        return largest_entry([self.diagonal(Q)], Q[0].dim() - 1)
 
     def matrix(self, Q: State) -> Tensor:
         """Return Q as a dense matrix."""

@@ -86,23 +86,17 @@ class SparseLU(Group):
         E_U = bordered_difference(h, Ph, Pinv_v, v, self.rank)
         return (self.half.slope(Q[0], a, b), E_U)  # eq-splu-slopes
 
-    def relative_step(
-        self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor, least: Tensor
-    ) -> tuple[State, Tensor]:
-        """Return the protocol's step without making the slopes."""
-        return self.step_of_sums(Q, a + b, a - b, lr, least)
-
     def step_of_sums(
         self, Q: State, s: Tensor, d: Tensor, lr: float | Tensor, least: Tensor
     ) -> tuple[State, Tensor]:
-        """Return the same from `s = a + b` and `d = a - b`, with all columns in one product."""
+        """Return the protocol's step without making the slopes, from `s = a + b` and `d = a - b`."""
         both, swapped = torch.cat([s, d], -1), torch.cat([d, s], -1)
         left = both / 2, self.solve(Q, both) / 2
         right = swapped, self.apply_t(Q, swapped)  # eq-splu-slopes, by sums and differences
         each = zip(Q, left, right, least.unbind(-1), strict=True)
-        steps = [bordered_step(q, u, w, lr, m) for q, u, w, m in each]
-        (L, one), (R, other) = steps
-        return (L, R), torch.stack([one, other], -1)
+        steps = (bordered_step(q, u, w, lr, m) for q, u, w, m in each)
+        states, maxima = zip(*steps, strict=True)
+        return states, torch.stack(maxima, -1)
 
     @property
     def maxima(self) -> int:
@@ -113,11 +107,8 @@ class SparseLU(Group):
         """Return the descents of L and of U^T, each with a maximum of its own; one that overflows is zero."""
         each = zip(E, torch.split(least, 1, -1), strict=True)
         steps, maxima = zip(*(self.half.descent(e, lr, m) for e, m in each), strict=True)
-        finite = [m.isfinite() for m in maxima]
-        moves = tuple(
-            (torch.where(f[..., None], columns, 0.0), torch.where(f, rest, 0.0))
-            for f, (columns, rest) in zip(finite, steps, strict=True)
-        )
+        each = ((m.isfinite(), *step) for m, step in zip(maxima, steps, strict=True))
+        moves = tuple((c.where(f[..., None], 0.0), d.where(f, 0.0)) for f, c, d in each)
         return moves, torch.cat(maxima, -1)
 
     def move(self, Q: State, E: State) -> State:
