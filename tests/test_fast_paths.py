@@ -16,7 +16,7 @@ from psgd_lit.groups.diagonal import Diagonal, Equilibration
 from psgd_lit.groups.direct_sum import DirectSum
 from psgd_lit.groups.kron import Kron
 from psgd_lit.groups.normalization import Normalization
-from psgd_lit.groups.protocol import Group, safe_pair
+from psgd_lit.groups.protocol import safe_pair
 from psgd_lit.groups.sparse_lu import SparseLU
 from psgd_lit.groups.triangular import Triangular
 from psgd_lit.optim import PSGD, planned_move
@@ -195,11 +195,13 @@ def test_a_kept_product_is_right_at_every_curvature(curvature, preconditioner):
     p, opt, closure = range_problem(curvature, preconditioner=preconditioner)
     for _ in range(31):
         opt.step(closure)
-    assert opt.skipped == 0 and p.isfinite().all()
+    assert opt.skipped == 0
+    assert p.isfinite().all()
     g = {p: torch.autograd.grad(closure(), p)[0]}
     [(_, bucket)] = opt.buckets.active(g)
     kept, plain = bucket.precondition(g, steps=10**6), bucket.precondition(g, steps=1)
-    assert plain.isfinite().all() and plain.abs().amax() > 1e-4
+    assert plain.isfinite().all()
+    assert plain.abs().amax() > 1e-4
     torch.testing.assert_close(kept, plain, rtol=2e-5, atol=2e-6 * float(plain.abs().amax()))
 
 
@@ -228,7 +230,8 @@ def test_a_bad_gradient_drops_the_step_and_is_counted(every, bad):
     before = p.detach().clone()
     p.register_hook(lambda g: g.index_fill(0, torch.tensor([1]), bad))
     opt.step(closure)
-    assert torch.equal(p, before) and opt.skipped == 1
+    assert torch.equal(p, before)
+    assert opt.skipped == 1
 
 
 def test_a_finite_step_that_overflows_is_not_taken_for_zero():
