@@ -107,8 +107,9 @@ class SparseLU(Group):
         """Return the descents of L and of U^T, each with a maximum of its own; one that overflows is zero."""
         each = zip(E, torch.split(least, 1, -1), strict=True)
         steps, maxima = zip(*(self.half.descent(e, lr, m) for e, m in each), strict=True)
-        each = ((m.isfinite(), *step) for m, step in zip(maxima, steps, strict=True))
-        moves = tuple((c.where(f[..., None], 0.0), d.where(f, 0.0)) for f, c, d in each)
+        fits = [m.isfinite() for m in maxima]
+        pairs = zip(fits, steps, strict=True)
+        moves = tuple((c.where(f[..., None], 0.0), d.where(f, 0.0)) for f, (c, d) in pairs)
         return moves, torch.cat(maxima, -1)
 
     def move(self, Q: State, E: State) -> State:
