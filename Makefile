@@ -56,7 +56,7 @@ lint: .venv/.done ## check style and types
 	$(BIN)/ruff format --check --line-length 96 $(NOTEBOOKS)
 	$(BIN)/mypy
 
-check: lint book ## exactly what CI runs: style, types, the book, all tests, every notebook run again here and, under nbval, as on another machine
+check: lint book ## exactly what CI runs: style, types, the book, all tests, every notebook under nbval as on another machine, and again here unless it stands as it was run
 	$(BIN)/pytest -n 2 --dist load tests
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/pytest $(NBVAL) $(PARALLEL) nbs
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-# %% ../nbs/appendix/04_graphs.ipynb #fa305077
+# %% ../nbs/appendix/04_graphs.ipynb #7899d0f0
 _REFUSALS = re.compile(
     r"derivative for .* is not implemented"  # double backward through attention, cdist, cuDNN's RNN, ...
     r"|forward AD with .* does not support it"  # an operator without a forward formula
@@ -23,12 +23,13 @@ _REFUSALS = re.compile(
     r"|Trying to set a forward gradient that has a different size"  # and one with a wrong formula
     r"|implement the jvp function"  # a torch.autograd.Function without one
     r"|does not currently support double backward"  # a compiled model
+    r"|compiled with non-empty donated buffers"  # and one whose shapes vary
 )
 WAYS_OUT = (
     'Ways out: hvp="approx" (hvp_approx), which differentiates once; hvp="exact", where only "forward" fails; '
     "sparse=False for an embedding; or a closure that runs under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for "
-    "attention, under torch.backends.cudnn.flags(enabled=False) for recurrent layers. For a compiled model call "
-    "(model if opt.due else compiled)(x)."
+    "attention, under torch.backends.cudnn.flags(enabled=False) for recurrent layers. A compiled model has no double "
+    "backward: call (model if opt.due else compiled)(x)."
 )
 
 

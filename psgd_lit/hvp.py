@@ -139,7 +139,7 @@ def differentiate_gradient(
             outputs, params, weights, allow_unused=True, materialize_grads=True
         )
 
-# %% ../nbs/criterion/01_hvp.ipynb #180fd347
+# %% ../nbs/criterion/01_hvp.ipynb #bec0de12
 def hvp_exact(
     closure: Callable[[], Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> HessianVectorProduct:
@@ -160,7 +160,8 @@ def hvp_exact(
     """
     _check_pairs(params, probe)
     right = checking(closure, lambda loss: check_graph([loss], WRONG_TWICE))
-    loss, gradient = loss_and_gradient(right, params, twice=True)
+    with refusals_explained():
+        loss, gradient = loss_and_gradient(right, params, twice=True)
     product = differentiate_gradient(gradient, params, probe)
     detached = tuple(None if g is None else g.detach() for g in gradient)
     return HessianVectorProduct(loss, detached, product)

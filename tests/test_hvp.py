@@ -547,9 +547,12 @@ def test_parameters_may_be_made_of_others(name: str) -> None:
     assert_close(METHODS[name](lambda: x.sin().sum(), [x], [torch.ones_like(x)]).product[0], -x.detach().sin(), 1e-3)
 
 
-def test_compiled_function_is_explained() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_function_is_explained(dynamic: bool) -> None:
+    """With shapes that vary torch frees what the backward pass has read, and says something else."""
+    torch.compiler.reset()
     x = parameter(4)
-    compiled = torch.compile(lambda y: (y.sin() * y).sum(), backend="aot_eager")
+    compiled = torch.compile(lambda y: (y.sin() * y).sum(), backend="aot_eager", dynamic=dynamic)
     with pytest.raises(SecondDerivativeError, match=r"double backward.*hvp_approx"):
         hvp_exact(lambda: compiled(x), [x], [torch.ones_like(x)])
 

@@ -1,16 +1,23 @@
 """The library: exported from the notebooks and nothing else, importable in pieces, and built in floors."""
 
 import ast
+import importlib
+import inspect
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from gates import LIBRARY, NBS, ROOT, report
+from gates import LIBRARY, NBS, PAGES, ROOT, Page, name_of, read_page, report
+
+from psgd_lit import PSGD, groups
+from psgd_lit.blocks import FLAT_RULES, RULES
+from psgd_lit.derivatives import HVP
 
 FLOORS = {
     "": 7,
@@ -27,7 +34,7 @@ FLOORS = {
     "examination": 5,
     "experiments": 4,
     "features": 1,
-    "groups": 0,
+    "groups": 1,
     "groups.bordered": 0,
     "groups.combinator": 0,
     "groups.diagonal": 0,
@@ -228,22 +235,99 @@ def test_import_gate_fails(tmp_path: Path) -> None:
 # In the reference ------------------------------------------------------------------------------------------------
 
 
-def unlisted(names: list[str], page: str) -> Iterator[str]:
-    """The API reference documents every module; the package itself and its subpackages hold no names of their own."""
-    documented = re.findall(r"automodule:: psgd_lit\.([\w.]+)", page)
-    yield from (f"nbs/appendix/20_api.ipynb lacks psgd_lit.{name}" for name in names if name not in documented)
+REFERENCE = [read_page(path) for path in PAGES if name_of(path).startswith("api")]
+"""The pages of the reference; the first is about PSGD, the second about matrix groups."""
+
+
+def sections(pages: Iterable[Page]) -> list[str]:
+    """The sections of some pages, each with its heading."""
+    texts = ["\n".join(cell.source for cell in page.text) for page in pages]
+    return [part for text in texts for part in re.split(r"^(?=## )", text, flags=re.MULTILINE)]
+
+
+def reference_faults(derived: Mapping[str, str], parts: list[str]) -> Iterator[str]:
+    """Every module has an entry, and what is documented of it stands beside a link to the chapter that derives it.
+
+    Args:
+        derived: the label of a chapter by the module that it exports.
+        parts: the sections of the reference.
+    """
+    for module, label in derived.items():
+        name = re.escape(f"psgd_lit.{module}")
+        if not any(re.search(rf"automodule:: {name}$", part, re.MULTILINE) for part in parts):
+            yield f"the reference lacks psgd_lit.{module}"
+        for part in parts:
+            if re.search(rf"\.\. auto\w+:: {name}(?!\w)", part) and f"{{ref}}`{label}`" not in part:
+                yield f"{part.splitlines()[0]!r} documents psgd_lit.{module} without a link to {label}"
 
 
 def test_reference_lists_every_module() -> None:
-    """A reader finds each module in the API reference."""
-    names = [name for name, path in modules(LIBRARY).items() if path.name != "__init__.py"]
-    report(unlisted(names, (NBS / "appendix" / "20_api.ipynb").read_text(encoding="utf-8")))
+    """A reader finds each module in the reference, and from there the chapter that derives it."""
+    derived = {page.module: page.label for page in map(read_page, PAGES) if page.module}
+    names = {name for name, path in modules(LIBRARY).items() if path.name != "__init__.py"}
+    assert names == derived.keys()
+    report(reference_faults(derived, sections(REFERENCE)))
 
 
 def test_reference_gate_fails() -> None:
-    """A module that the reference lacks is seen."""
-    page = ".. automodule:: psgd_lit.hvp"
-    assert list(unlisted(["hvp", "groups.kron"], page)) == ["nbs/appendix/20_api.ipynb lacks psgd_lit.groups.kron"]
+    """A module that the reference lacks is seen, and an entry without a link to its chapter."""
+    derived = {"hvp": "chap-hvp", "groups.kron": "chap-kron", "optim": "chap-psgd"}
+    parts = [
+        "## A\n{ref}`chap-hvp`\n.. automodule:: psgd_lit.hvp\n",
+        "## B\n{ref}`chap-hvp`\n.. automodule:: psgd_lit.optim\n",
+        "## C\n.. autofunction:: psgd_lit.hvp.hvp_exact\n",
+    ]
+    assert list(reference_faults(derived, parts)) == [
+        "'## C' documents psgd_lit.hvp without a link to chap-hvp",
+        "the reference lacks psgd_lit.groups.kron",
+        "'## B' documents psgd_lit.optim without a link to chap-psgd",
+    ]
+
+
+def argument_faults(defaults: Mapping[str, Any], text: str) -> Iterator[str]:
+    """The table of arguments has a row for each, with its default."""
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.MULTILINE))
+    yield from (f"the table of arguments has {name}, which PSGD hasn't" for name in rows if name not in defaults)
+    for name, default in defaults.items():
+        if name not in rows:
+            yield f"the table of arguments lacks {name}"
+        elif repr(ast.literal_eval(rows[name])) != repr(default):
+            yield f"the table of arguments has {rows[name]} for {name}, whose default is {default!r}"
+
+
+def row_faults(names: Iterable[str], text: str) -> Iterator[str]:
+    """A page has a row for each of these names, and none for another."""
+    rows, names = set(re.findall(r'^\| "([\w-]+)" \|', text, re.MULTILINE)), set(names)
+    yield from (f'no row for "{name}"' for name in sorted(names - rows))
+    yield from (f'a row for "{name}", which there is not' for name in sorted(rows - names))
+
+
+def test_reference_tables() -> None:
+    """The tables of the page about PSGD have its arguments with their defaults, and all names that these take."""
+    text = "\n".join(sections(REFERENCE[:1]))
+    arguments = list(inspect.signature(PSGD).parameters.values())[1:]
+    report(argument_faults({argument.name: argument.default for argument in arguments}, text))
+    report(row_faults([*HVP, *RULES, *FLAT_RULES], text))
+
+
+def test_tables_gate_fails() -> None:
+    """Another default, an argument too few or too many, and a name too few or too many are seen."""
+    text = '| `lr` | `0.1` | step |\n| `hvp` | `"exact"` | h |\n| `old` | `1` | x |\n| "kron" | a |\n| "cron" | b |\n'
+    assert list(argument_faults({"lr": 0.2, "hvp": "exact", "seed": 0}, text)) == [
+        "the table of arguments has old, which PSGD hasn't",
+        "the table of arguments has 0.1 for lr, whose default is 0.2",
+        "the table of arguments lacks seed",
+    ]
+    assert list(row_faults(["kron", "scan"], text)) == ['no row for "scan"', 'a row for "cron", which there is not']
+
+
+def test_every_group_is_exported() -> None:
+    """`psgd_lit.groups` has every group of its modules, and nothing else."""
+    found = [importlib.import_module(f"psgd_lit.{name}") for name in modules(LIBRARY) if name.startswith("groups.")]
+    classes = {name: vars(module)[name] for module in found for name in module.__all__}
+    public = {name for name, value in classes.items() if isinstance(value, type) and issubclass(value, groups.Group)}
+    assert set(groups.__all__) == public
+    assert all(getattr(groups, name) is classes[name] for name in public)
 
 
 # Floors ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from psgd_lit.affine import affine_block, affine_blocks
 from psgd_lit.groups.kron import Kron
 from psgd_lit.optim import PSGD
 
-GUIDE = Path(__file__).parent.parent / "nbs/start/01_using_psgd.ipynb"
+GUIDE = Path(__file__).parent.parent / "nbs/start/02_using_psgd.ipynb"
 ROW = re.compile(r'^\| "(.+?)" \| .+ \|$', re.MULTILINE)
 
 

@@ -1,15 +1,22 @@
 """The built pages, read as files: complete, self-contained, with links that lead somewhere."""
 
+import importlib
 import re
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Set
+from functools import cache, cached_property
+from inspect import get_annotations
 from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from bs4 import BeautifulSoup, Tag
-from gates import HTML, PAGES, ROOT, ids, report, short
+from gates import HTML, LIBRARY, PAGES, ROOT, ids, name_of, read_page, report, short
+from test_library import modules
 from writer import pages
+
+import psgd_lit.groups
 
 Gate = Callable[[Path, BeautifulSoup], Iterator[str]]
 
@@ -157,6 +164,74 @@ def test_page(notebook: Path, gate: Gate) -> None:
     path = html_of(notebook)
     assert path.exists(), f"{short(path)} is missing; run `make book`"
     report(gate(path, soup_of(path)))
+
+
+# The reference ---------------------------------------------------------------------------------------------------
+
+REFERENCE = [path for path in PAGES if name_of(path).startswith("api")]
+REFERENCE_BYTES = 300_000
+METHODS = FunctionType | property | cached_property | classmethod | staticmethod
+
+
+def own_methods(value: Any) -> list[str]:
+    """The public methods of a class that no class of the library has before it; none for what is no class."""
+    bases = value.__mro__[1:] if isinstance(value, type) else ()
+    known = {name for base in bases if base.__module__.startswith("psgd_lit") for name in vars(base)}
+    known |= set(get_annotations(value)) if bases else set()  # a field whose value is a function is no method
+    own = vars(value).items() if bases else ()
+    return [name for name, method in own if isinstance(method, METHODS) and name[0] != "_" and name not in known]
+
+
+def missing_entries(module: ModuleType, packages: Iterable[ModuleType], found: Set[str]) -> Iterator[str]:
+    """Every public name has an entry, as its module's or as that of a package which exports it, with its methods."""
+    for name in module.__all__:
+        value = vars(module)[name]
+        homes = [module, *(package for package in packages if vars(package).get(name) is value)]
+        full = [f"{home.__name__}.{name}" for home in homes]
+        for suffix in ("", *(f".{method}" for method in own_methods(value))):
+            if found.isdisjoint(one + suffix for one in full):
+                yield f"the reference lacks {full[0]}{suffix}"
+
+
+def test_reference_has_every_public_name() -> None:
+    """Nothing that a module lists as public is missing."""
+    found = set[str]().union(*(anchors(html_of(path)) for path in REFERENCE))
+    names = [name for name, path in modules(LIBRARY).items() if path.name != "__init__.py"]
+    for name in names:
+        report(missing_entries(importlib.import_module(f"psgd_lit.{name}"), (psgd_lit, psgd_lit.groups), found))
+
+
+def test_names_gate_fails() -> None:
+    """A name and a method without an entry are seen, and an entry under an exported name is one."""
+    packages, found = (psgd_lit, psgd_lit.groups), {"psgd_lit.groups.Bordered", "psgd_lit.groups.Bordered.diagonal"}
+    assert list(missing_entries(importlib.import_module("psgd_lit.groups.bordered"), packages, found)) == [
+        "the reference lacks psgd_lit.groups.bordered.bordered_difference",
+        "the reference lacks psgd_lit.groups.bordered.Bordered.scale_columns",
+    ]
+
+
+@pytest.mark.parametrize("notebook", REFERENCE, ids=short)
+def test_reference_is_light(notebook: Path) -> None:
+    """A page of the reference loads at once."""
+    assert html_of(notebook).stat().st_size < REFERENCE_BYTES
+
+
+def links_to_reference(module: str, soup: BeautifulSoup) -> bool:
+    """True if a chapter links to the entry of the module that it gives."""
+    return any(value(tag, "href").endswith(f"#module-psgd_lit.{module}") for tag in soup.find_all("a", href=True))
+
+
+@pytest.mark.parametrize("notebook", [path for path in PAGES if read_page(path).module], ids=short)
+def test_chapter_links_to_reference(notebook: Path) -> None:
+    """From each chapter a reader gets to the reference of what it derives."""
+    assert links_to_reference(str(read_page(notebook).module), soup_of(html_of(notebook)))
+
+
+def test_reference_link_gate_fails() -> None:
+    """A link to another module is not enough, nor is the name alone."""
+    soup = BeautifulSoup('<code>psgd_lit.hvp</code><a href="x.html#module-psgd_lit.hvp2">a</a>', "html.parser")
+    assert links_to_reference("hvp2", soup)
+    assert not links_to_reference("hvp", soup)
 
 
 # The gates can fail ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ What a page folds, and the line that stands for it, is the business of `folding`
 
 import re
 from html import escape
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,6 +16,7 @@ import folding
 import nbformat
 
 DIRECTIVE = re.compile(r"#\|\s*(?P<name>[\w-]+)\s*:?\s*(?P<value>.*)")
+PROMISE = re.compile(r"^(You get )(`psgd_lit\.[\w.]+`)", re.MULTILINE)
 TAGS = {
     ("default_exp", None): "remove-cell",
     ("hide", None): "remove-cell",
@@ -51,9 +53,16 @@ def annotate(cell: Any) -> None:
         cell.metadata.mystnb = mystnb
 
 
+def link_module(source: str) -> str:
+    """Make the module that a chapter gives a link to its entry in the reference."""
+    return PROMISE.sub(r"\1{py:mod}\2", source)
+
+
 def read_nb(text: str) -> Any:
     """Parse a notebook for the book; the hook of `nb_custom_formats`."""
     notebook = nbformat.reads(text, as_version=4)
+    if notebook.cells and notebook.cells[0].cell_type == "markdown":
+        notebook.cells[0].source = link_module(notebook.cells[0].source)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             annotate(cell)
@@ -72,6 +81,12 @@ def close_fold(translator: Any, node: Any) -> None:
     translator.body.append("</details>\n")
 
 
+def drop_borrowed(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Show no text below a constant that only its type has written."""
+    if what == "data" and cleandoc("\n".join(lines)) == cleandoc(obj.__doc__ or ""):
+        lines.clear()
+
+
 def setup(app: Any) -> dict[str, int | bool]:
     """Sphinx asks every extension for this; most of the work is done in `read_nb`.
 
@@ -80,5 +95,6 @@ def setup(app: Any) -> dict[str, int | bool]:
     from myst_nb.sphinx_ import HideCodeCellNode  # only a build needs it; the writer imports this module too
 
     app.add_node(HideCodeCellNode, override=True, html=(open_fold, close_fold))
+    app.connect("autodoc-process-docstring", drop_borrowed, priority=100)
     sources = b"".join(Path(path).read_bytes() for path in (__file__, folding.__file__))
     return {"env_version": crc32(sources), "parallel_read_safe": True, "parallel_write_safe": True}
