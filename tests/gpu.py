@@ -136,7 +136,7 @@ def triangular_steps(device: str, sizes: list[int], repeats: int) -> dict[str, d
                 lambda Q=Q, a=a, b=b, none=none: group.step_of_sums(Q, a + b, a - b, 0.01, none), device, repeats
             ),
             "plain": seconds(
-                lambda Q=Q, a=a, b=b, none=none: group.relative_step(Q, a, b, 0.01, none), device, repeats
+                lambda Q=Q, a=a, b=b, none=none: Group.step_of_sums(group, Q, a + b, a - b, 0.01, none), device, repeats
             ),
         }
     return times

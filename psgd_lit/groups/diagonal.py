@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .protocol import Group, State, check_step_size, largest_entry
+from .protocol import Group, State, checked_step_size, largest_entry
 
 # %% ../../nbs/forms/01_diagonal.ipynb #084ace34
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Equilibration(Diagonal):
         Raises:
             ValueError: if a number `lr` is outside (0, 1).
         """
-        check_step_size(lr)
+        lr = checked_step_size(lr, h.dtype)
         rms_v, rms_h, count = Q
         finite = largest_entry((v, h), v.dim() - 2).isfinite()
         learns = finite[..., None] & (h != 0).any(-1)

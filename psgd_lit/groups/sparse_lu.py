@@ -90,11 +90,10 @@ class SparseLU(Group):
         self, Q: State, s: Tensor, d: Tensor, lr: float | Tensor, least: Tensor
     ) -> tuple[State, Tensor]:
         """Return the protocol's step without making the slopes, from `s = a + b` and `d = a - b`."""
-        both, swapped = torch.cat([s, d], -1), torch.cat([d, s], -1)
-        left = both / 2, self.solve(Q, both) / 2
-        right = swapped, self.apply_t(Q, swapped)  # eq-splu-slopes, by sums and differences
+        u, w = torch.cat([s, d], -1) / 2, torch.cat([d, s], -1)
+        left, right = (u, self.solve(Q, u)), (w, self.apply_t(Q, w))  # eq-splu-slopes
         each = zip(Q, left, right, least.unbind(-1), strict=True)
-        steps = (bordered_step(q, u, w, lr, m) for q, u, w, m in each)
+        steps = (bordered_step(q, x, y, lr, m) for q, x, y, m in each)
         states, maxima = zip(*steps, strict=True)
         return states, torch.stack(maxima, -1)
 
@@ -107,8 +106,7 @@ class SparseLU(Group):
         """Return the descents of L and of U^T, each with a maximum of its own; one that overflows is zero."""
         each = zip(E, torch.split(least, 1, -1), strict=True)
         steps, maxima = zip(*(self.half.descent(e, lr, m) for e, m in each), strict=True)
-        fits = [m.isfinite() for m in maxima]
-        pairs = zip(fits, steps, strict=True)
+        pairs = zip((m.isfinite() for m in maxima), steps, strict=True)
         moves = tuple((c.where(f[..., None], 0.0), d.where(f, 0.0)) for f, (c, d) in pairs)
         return moves, torch.cat(maxima, -1)
 
