@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['bordered_difference', 'bordered_step', 'Bordered']
 
-# %% ../../nbs/forms/06_bordered.ipynb #12f1ed3b
+# %% ../../nbs/forms/06_bordered.ipynb #22deb53b
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ def bordered_difference(
     )  # eq-bordered-difference
     return (u @ w[..., :r, :].mT).tril(), (u * w)[..., r:, :].sum(-1)
 
-# %% ../../nbs/forms/06_bordered.ipynb #x12
+# %% ../../nbs/forms/06_bordered.ipynb #363d5fd2
 def bordered_step(
     Q: State, u: Tensor, w: Tensor, lr: float | Tensor, least: Tensor
 ) -> tuple[State, Tensor]:

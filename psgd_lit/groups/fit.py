@@ -60,12 +60,12 @@ def start(group: Group, Q: State) -> Fit:
     share = torch.ones_like(none)[..., None].expand(*none.shape, group.size(Q)).clone()
     return Fit(Q, peaks, share, none)
 
-# %% ../../nbs/learning/04_fit.ipynb #2e072c75
+# %% ../../nbs/learning/04_fit.ipynb #d80d048a
 def coordinates_met(h: Tensor) -> Tensor:
     """Return 1 where a product is not zero, and 0 where it is zero or NaN."""
     return h.sign().abs_().nan_to_num_(0.0)
 
-# %% ../../nbs/learning/04_fit.ipynb #x21
+# %% ../../nbs/learning/04_fit.ipynb #527cd371
 _FORGETTING = 1e-3  # the smallest weight of a new pair in a share
 
 

@@ -3,38 +3,38 @@
 # %% auto #0
 __all__ = ['as_batch', 'is_transposed', 'multiply', 'plus_product', 'add_product', 'halves', 'triangular_product', 'substitution']
 
-# %% ../../nbs/learning/02_halves.ipynb #c2
+# %% ../../nbs/learning/02_halves.ipynb #7d9e4b99
 import torch
 from torch import Tensor
 
-# %% ../../nbs/learning/02_halves.ipynb #c5
+# %% ../../nbs/learning/02_halves.ipynb #9c7f46bc
 def as_batch(x: Tensor) -> Tensor:
     """Return matrices with any batch dimensions as a batch with one: a view, where the strides allow one."""
     return x[None].flatten(0, -3)
 
-# %% ../../nbs/learning/02_halves.ipynb #c8
+# %% ../../nbs/learning/02_halves.ipynb #cfac9f8d
 def is_transposed(x: Tensor) -> bool:
     """Return whether the columns of a matrix are lines in memory, and its rows are not."""
     return x.stride(-2) == 1 < x.stride(-1)
 
-# %% ../../nbs/learning/02_halves.ipynb #c11
+# %% ../../nbs/learning/02_halves.ipynb #f84f24d0
 def multiply(A: Tensor, x: Tensor) -> Tensor:
     """Return `A x` for a batch of matrices, `(batch, m, n)` and `(batch, n, k)`, in the memory layout of x."""
     return torch.bmm(x.mT, A.mT).mT if is_transposed(x) else torch.bmm(A, x)
 
-# %% ../../nbs/learning/02_halves.ipynb #c14
+# %% ../../nbs/learning/02_halves.ipynb #a83d34a9
 def plus_product(y: Tensor, A: Tensor, x: Tensor, alpha: float = 1.0) -> Tensor:
     """Return `y + alpha A x` for a batch of matrices, in the memory layout of x."""
     if is_transposed(x):
         return torch.baddbmm(y.mT, x.mT, A.mT, alpha=alpha).mT
     return torch.baddbmm(y, A, x, alpha=alpha)
 
-# %% ../../nbs/learning/02_halves.ipynb #c17
+# %% ../../nbs/learning/02_halves.ipynb #a7a8a705
 def add_product(y: Tensor, A: Tensor, x: Tensor) -> Tensor:
     """Add `A x` to y, a batch of matrices or a view of one, in place; no argument may require a gradient."""
     return torch.baddbmm(y, A, x, out=y)
 
-# %% ../../nbs/learning/02_halves.ipynb #c20
+# %% ../../nbs/learning/02_halves.ipynb #6cf8d833
 _WHOLE = 96  # a triangle with fewer rows is multiplied as a whole
 
 
@@ -44,7 +44,7 @@ def halves(n: int, upper: bool) -> tuple[slice, slice]:
     first, last = slice(0, cut), slice(cut, n)
     return (last, first) if upper or cut == 0 else (first, last)
 
-# %% ../../nbs/learning/02_halves.ipynb #c23
+# %% ../../nbs/learning/02_halves.ipynb #b64590d6
 def triangular_product(A: Tensor, x: Tensor, upper: bool) -> Tensor:
     """Return `A x` by the upper or the lower triangle of A, the rest of which is zero, in the layout of x.
 
@@ -60,7 +60,7 @@ def triangular_product(A: Tensor, x: Tensor, upper: bool) -> Tensor:
         out[:, rest] = plus_product(out[:, rest], A[:, rest, rest], X[:, rest])  # eq-halves
     return out.reshape(x.shape)
 
-# %% ../../nbs/learning/02_halves.ipynb #c26
+# %% ../../nbs/learning/02_halves.ipynb #aaad8b2a
 def _solve(A: Tensor, x: Tensor, upper: bool) -> Tensor:
     """Return `A^-1 x` for a batch of triangles, in the memory layout of x."""
     if is_transposed(x):
@@ -69,7 +69,7 @@ def _solve(A: Tensor, x: Tensor, upper: bool) -> Tensor:
     solved: Tensor = torch.linalg.solve_triangular(A.mT, x.mT, upper=not upper, left=False)
     return solved.mT
 
-# %% ../../nbs/learning/02_halves.ipynb #c29
+# %% ../../nbs/learning/02_halves.ipynb #77f29191
 def substitution(A: Tensor, x: Tensor, upper: bool) -> Tensor:
     """Return `A^-1 x` by the upper or the lower triangle of A, in the layout of x.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 State = tuple[Any, ...]
 
-# %% ../../nbs/learning/01_lie.ipynb #3814c987
+# %% ../../nbs/learning/01_lie.ipynb #12a59906
 def largest_entry(tensors: Iterable[Tensor], batch_dims: int) -> Tensor:
     """Return the largest absolute entry over several tensors, for each member of the batch.
 
@@ -39,7 +39,7 @@ def power_below(x: Tensor) -> Tensor:
     """Return the largest power of two that is not above x, for positive finite x, and NaN for 0, infinity and NaN."""
     return x / (2 * torch.frexp(x).mantissa)
 
-# %% ../../nbs/learning/01_lie.ipynb #a0546248
+# %% ../../nbs/learning/01_lie.ipynb #0d6a307b
 def safe_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scale a pair so that it can be squared, and turn a pair that is not finite into the zero pair.
 
@@ -55,7 +55,7 @@ def safe_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a, b = ((x / unit[..., None, None]).nan_to_num_(0.0) for x in (a, b))
     return a, b, unit.nan_to_num(1.0), unit > 0
 
-# %% ../../nbs/learning/01_lie.ipynb #e4b731d2
+# %% ../../nbs/learning/01_lie.ipynb #389b77d3
 def checked_step_size(lr: float | Tensor, dtype: torch.dtype) -> float | Tensor:
     """Return a normalised step size that is below 1 in this dtype too, to which a number next to 1 would round.
 
@@ -74,7 +74,7 @@ def step_rate(lr: float | Tensor, largest: Tensor, least: Tensor) -> Tensor:
     """Return `-lr / max(largest, least)`, of the shape of both; a slope of zeros stays one."""
     return -lr / (largest.maximum(least) + torch.finfo(largest.dtype).tiny)  # eq-step
 
-# %% ../../nbs/learning/01_lie.ipynb #dc1532db
+# %% ../../nbs/learning/01_lie.ipynb #347f64ca
 class Group(ABC):
     """Matrices Q that keep their form when they are moved, with the means to learn P = Q^T Q on them.
 

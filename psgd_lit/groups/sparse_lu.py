@@ -13,7 +13,7 @@ from torch import Tensor
 from .bordered import Bordered, bordered_difference, bordered_step
 from .protocol import Group, State, largest_entry, power_below
 
-# %% ../../nbs/forms/07_sparse_lu.ipynb #93095a0c
+# %% ../../nbs/forms/07_sparse_lu.ipynb #bbb84116
 @dataclass(frozen=True)
 class SparseLU(Group):
     """Products `Q = L U` of two sparse triangular matrices with positive diagonals.

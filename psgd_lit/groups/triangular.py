@@ -4,7 +4,7 @@
 __all__ = ['triangular_slope', 'add_triangular_product', 'largest_product_entry', 'few_columns_step', 'add_triangles',
            'many_columns_step', 'Triangular']
 
-# %% ../../nbs/learning/03_triangular.ipynb #9acc6d37
+# %% ../../nbs/learning/03_triangular.ipynb #14c778fb
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ def triangular_slope(a: Tensor, b: Tensor) -> Tensor:
     product = (a + b) @ (a - b).mT  # eq-sum-difference
     return ((product + product.mT) / 2).triu()  # eq-triangular-slope
 
-# %% ../../nbs/learning/03_triangular.ipynb #n44103951
+# %% ../../nbs/learning/03_triangular.ipynb #4e867153
 _BLOCK = 128  # rows at a time: the triangle of a block and the rows it multiplies fit a cache
 
 
@@ -44,7 +44,7 @@ def _row_blocks(n: int) -> list[slice]:
     count = max(1, -(-n // _BLOCK))
     return [slice(n * i // count, n * (i + 1) // count) for i in range(count)]
 
-# %% ../../nbs/learning/03_triangular.ipynb #n95910407
+# %% ../../nbs/learning/03_triangular.ipynb #7dc17674
 def add_triangular_product(Q: Tensor, u: Tensor, w: Tensor) -> Tensor:
     """Return `Q + triu(u w^T) Q` in O(n^2 k) operations, for upper triangular Q.
 
@@ -64,7 +64,7 @@ def add_triangular_product(Q: Tensor, u: Tensor, w: Tensor) -> Tensor:
         add_product(below[:, :, right], w_i, block)
     return out.reshape(Q.shape)
 
-# %% ../../nbs/learning/03_triangular.ipynb #8f190160
+# %% ../../nbs/learning/03_triangular.ipynb #6b612f65
 def largest_product_entry(u: Tensor, w: Tensor) -> Tensor:
     """Return `max |u w^T|` for symmetric `u w^T`, for each member of the batch, without storing the matrix."""
     rows, columns = as_batch(u), as_batch(w).mT
@@ -74,7 +74,7 @@ def largest_product_entry(u: Tensor, w: Tensor) -> Tensor:
     )  # one at a time
     return largest_entry(products, 1).reshape(u.shape[:-2])
 
-# %% ../../nbs/learning/03_triangular.ipynb #5a5a3e6d
+# %% ../../nbs/learning/03_triangular.ipynb #79c028d9
 _MANY = 16  # rows for each column: from here on the sums over rows are cheaper than the slope
 
 
@@ -95,7 +95,7 @@ def few_columns_step(
     rate = step_rate(lr, largest, least)
     return add_triangular_product(Q, rate[..., None, None] * u, w), largest
 
-# %% ../../nbs/learning/03_triangular.ipynb #n25415961
+# %% ../../nbs/learning/03_triangular.ipynb #942b0922
 def add_triangles(out: Tensor, E: Tensor, Q: Tensor) -> Tensor:
     """Add `E Q` to a batch of upper triangular matrices, in place, for upper triangular E and Q."""
     last, first = halves(Q.shape[-1], upper=True)
@@ -105,7 +105,7 @@ def add_triangles(out: Tensor, E: Tensor, Q: Tensor) -> Tensor:
     add_product(out[:, last, last], E[:, last, last], Q[:, last, last])
     return out
 
-# %% ../../nbs/learning/03_triangular.ipynb #n31760699
+# %% ../../nbs/learning/03_triangular.ipynb #4b9d6ab8
 def many_columns_step(
     Q: Tensor, s: Tensor, d: Tensor, lr: float | Tensor, least: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def many_columns_step(
     E = twice.triu_().mul_((rate / 2).reshape(-1, 1, 1))  # eq-triangular-slope
     return add_triangles(as_batch(Q).clone(), E, as_batch(Q)).reshape(Q.shape), largest
 
-# %% ../../nbs/learning/03_triangular.ipynb #7d75b224
+# %% ../../nbs/learning/03_triangular.ipynb #0a399247
 @dataclass(frozen=True)
 class Triangular(Group):
     """Upper triangular matrices with a positive diagonal: every dense P has one such factor.
