@@ -4,7 +4,7 @@
 __all__ = ['Place', 'map_leaves', 'named_leaves', 'nested_leaves', 'copied', 'started', 'places', 'Columns', 'KeptProduct',
            'Bucket', 'kind_of', 'buckets_of', 'begun', 'parts_of', 'Buckets']
 
-# %% ../nbs/appendix/08_buckets.ipynb #2880c0b7
+# %% ../nbs/appendix/08_buckets.ipynb #381602e6
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, count, pairwise
 from math import prod
@@ -79,7 +79,7 @@ def started(choice: Choice, scale: float | str, device: Any = None) -> dict[str,
     multiple = torch.full((block.batch,), first, **kind)
     return start(group, group.scale(one, multiple))._asdict()
 
-# %% ../nbs/appendix/08_buckets.ipynb #x19
+# %% ../nbs/appendix/08_buckets.ipynb #1f9a82d4
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
@@ -95,7 +95,7 @@ def places(blocks: Sequence[Block]) -> list[Place] | None:
             found.append((tuple(part.shape), part.stride(), int(part.storage_offset())))
     return found
 
-# %% ../nbs/appendix/08_buckets.ipynb #new1184306
+# %% ../nbs/appendix/08_buckets.ipynb #d0fc1c98
 class Columns:
     """Blocks of one shape, dtype and device as a batch of columns.
 
@@ -146,7 +146,7 @@ class Columns:
             return [x]
         return [part for p, part in self.scatter(x).items() if p in params]
 
-# %% ../nbs/appendix/08_buckets.ipynb #new474811
+# %% ../nbs/appendix/08_buckets.ipynb #1bc80f50
 class KeptProduct:
     """The product of a group for the last Q that asked for it.
 
@@ -171,7 +171,7 @@ class KeptProduct:
             self._product = self.group.product(Q)
         return self._product
 
-# %% ../nbs/appendix/08_buckets.ipynb #1b0e123b
+# %% ../nbs/appendix/08_buckets.ipynb #7ae65f5d
 class Bucket(Columns):
     """Blocks of one group, shape, dtype and device, whose states are one batch.
 

@@ -30,7 +30,7 @@ def one_for_each(parts: Sequence[Group], shape: Any) -> list[tuple[Group, Any]]:
         )
     return list(zip(parts, shape, strict=True))
 
-# %% ../../nbs/forms/08_combinator.ipynb #31068fcc
+# %% ../../nbs/forms/08_combinator.ipynb #559aefb9
 @dataclass(frozen=True, init=False, repr=False)
 class Combinator(Group):
     """Matrices that are built from one matrix of each of several groups, the parts.
