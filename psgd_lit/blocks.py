@@ -269,7 +269,7 @@ def leaves(state: Any) -> list[Tensor]:
         else [leaf for part in state for leaf in leaves(part)]
     )
 
-# %% ../nbs/appendix/07_blocks.ipynb #x34
+# %% ../nbs/appendix/07_blocks.ipynb #80f5ad5f
 @cache
 def _widest(dtypes: frozenset[torch.dtype]) -> torch.dtype:
     learned = [
@@ -279,7 +279,7 @@ def _widest(dtypes: frozenset[torch.dtype]) -> torch.dtype:
     ]
     return reduce(torch.promote_types, learned, torch.float32)
 
-# %% ../nbs/appendix/07_blocks.ipynb #02975a97
+# %% ../nbs/appendix/07_blocks.ipynb #7f362e2f
 def state_dtype(params: Iterable[Tensor]) -> torch.dtype:
     """Return the real dtype of the state that preconditions these parameters: theirs, but float32 at least."""
     return _widest(frozenset(p.dtype for p in params))

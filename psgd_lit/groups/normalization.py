@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .protocol import Group, State, largest_entry
 
-# %% ../../nbs/forms/05_scan.ipynb #978c3c1e
+# %% ../../nbs/forms/05_scan.ipynb #f122431f
 def slope_of_normalization_sums(s: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """Return the diagonal and the last column of `a a^T - b b^T` from `s = a + b` and `d = a - b`, in O(n k) operations.
 
@@ -30,7 +30,7 @@ def slope_of_normalization_sums(s: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     column = (s_above * d_last + d_above * s_last).sum(-1) / 2
     return (s * d).sum(-1), column  # eq-normalization-slope
 
-# %% ../../nbs/forms/05_scan.ipynb #new2500580
+# %% ../../nbs/forms/05_scan.ipynb #573d9899
 def normalization_slope(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `slope_of_normalization_sums` returns, from `a = Q h` and `b = Q^-T v`, `(*batch, n, k)` each."""
     return slope_of_normalization_sums(a + b, a - b)
