@@ -4,11 +4,12 @@
 __all__ = ['Rule', 'Preconditioner', 'RULES', 'FLAT_RULES', 'MAX_DENSE', 'KronRule', 'ScanRule', 'rule_of', 'is_flat', 'Choice',
            'cover', 'checked_blocks', 'choose', 'leaves', 'state_dtype', 'describe_choices', 'names_of']
 
-# %% ../nbs/appendix/07_blocks.ipynb #3a3e4041
+# %% ../nbs/appendix/07_blocks.ipynb #bcbf0e61
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, reduce
 from math import prod
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -268,14 +269,20 @@ def leaves(state: Any) -> list[Tensor]:
         else [leaf for part in state for leaf in leaves(part)]
     )
 
-# %% ../nbs/appendix/07_blocks.ipynb #0446ebbb
+# %% ../nbs/appendix/07_blocks.ipynb #80f5ad5f
+@cache
+def _widest(dtypes: frozenset[torch.dtype]) -> torch.dtype:
+    learned = [
+        dtype.to_real()
+        for dtype in dtypes
+        if (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
+    ]
+    return reduce(torch.promote_types, learned, torch.float32)
+
+# %% ../nbs/appendix/07_blocks.ipynb #7f362e2f
 def state_dtype(params: Iterable[Tensor]) -> torch.dtype:
     """Return the real dtype of the state that preconditions these parameters: theirs, but float32 at least."""
-    dtype = torch.float32
-    for p in params:
-        if (p.is_floating_point() or p.is_complex()) and p.element_size() > 1:
-            dtype = torch.promote_types(dtype, p.dtype.to_real())
-    return dtype
+    return _widest(frozenset(p.dtype for p in params))
 
 # %% ../nbs/appendix/07_blocks.ipynb #7fa7b86f
 def describe_choices(choices: Sequence[Choice], names: Mapping[Tensor, str]) -> str:

@@ -19,19 +19,29 @@ from torch.utils.benchmark import Timer
 from .groups.protocol import Group
 
 # %% ../nbs/forms/10_family.ipynb #76fb9b15
+_ATEN = torch.ops.aten
+_PRODUCTS = {
+    _ATEN.mm: 0,
+    _ATEN.bmm: 0,
+    _ATEN.addmm: 1,
+    _ATEN.baddbmm: 1,
+}  # where the first factor is
+
+
 def work_of(operation: Any, args: Sequence[Any], out: Any) -> int:
     """Return what an operation of torch computes: products in matrix products and substitutions, else numbers.
 
     Args:
         operation: the operation as torch dispatches it.
-        args: its arguments; the first is a matrix `(*batch, m, k)` for products and substitutions.
+        args: its arguments; the first matrix `(*batch, m, k)` of a product or a substitution is among them.
         out: its result, a tensor or several.
     """
     results = out if isinstance(out, tuple | list) else (out,)
     tensors = [x for x in (*args, *results) if isinstance(x, Tensor)]
-    if operation.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
-        return tensors[-1].numel() * tensors[0].shape[-1]
-    if operation.overloadpacket is torch.ops.aten.linalg_solve_triangular:
+    first = _PRODUCTS.get(operation.overloadpacket)
+    if first is not None:
+        return tensors[-1].numel() * int(args[first].shape[-1])
+    if operation.overloadpacket is _ATEN.linalg_solve_triangular:
         return tensors[-1].numel() * (tensors[0].shape[-1] + 1) // 2
     return max(map(Tensor.numel, tensors), default=0)
 

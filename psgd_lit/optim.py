@@ -153,7 +153,7 @@ class Move(NamedTuple):
         if real:
             torch._foreach_sub_(real, self.steps)  # eq-psgd
 
-# %% ../nbs/optimizer/03_psgd.ipynb #e7d9ec9c
+# %% ../nbs/optimizer/03_psgd.ipynb #d28fc30d
 def planned_move(
     group: dict[str, Any],
     bucket: Bucket,
@@ -173,15 +173,14 @@ def planned_move(
         finite: a boolean number.
     """
     lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+    decay = lr * group["weight_decay"] if group["weight_decay"] else None
     go, rate = finite.to(x.device), factor.to(x.device) * lr
-    shrink = (
-        1 - go.to(x.dtype) * (lr * group["weight_decay"]) if group["weight_decay"] else None
-    )
+    shrink = None if decay is None else 1 - go.to(x.dtype) * decay
     steps = bucket.scatter((x * rate).where(go, 0.0))
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c0c2eb8d
+# %% ../nbs/optimizer/03_psgd.ipynb #13001f12
 def planned_moves(
     groups: Sequence[dict[str, Any]],
     active: Sequence[tuple[dict[str, Any], Bucket]],
@@ -201,11 +200,14 @@ def planned_moves(
     Returns:
         The moves, and whether all is finite, a boolean number on the device.
     """
+    every, t = groups[0]["update_every"], groups[0]["t"]
+    steps = period(every, t)
+    still = 1 if t % steps == 0 else steps  # at a step that fits, Q is new
     ahead = [
-        (group, b, b.precondition({**gradient, **means}, Q))
+        (group, b, b.precondition({**gradient, **means}, Q, still))
         for (group, b), Q in zip(active, ready, strict=True)
     ]
-    lengths = [u for _, b, x in ahead for p, u in b.scatter(x).items() if p in gradient]
+    lengths = [u for _, b, x in ahead for u in b.parts(x, gradient)]
     most = threshold(groups[0]["max_norm"], groups[0]["hvp"], [as_real(p) for p in gradient])
     factor = clip_factor(lengths, most)
     finite = factor > 0
@@ -272,13 +274,13 @@ def damped_pairs(
         products |= zip(mine, damped, strict=True)
     return probes, products
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c5c6296c
+# %% ../nbs/optimizer/03_psgd.ipynb #7dc66f9e
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether all entries of some tensors are finite, a boolean number on the device of the first one."""
     real = [as_real(x) for x in tensors]
+    ends = torch._foreach_max(real) + torch._foreach_max(torch._foreach_neg(real))
     dtype = reduce(torch.promote_types, [x.dtype for x in real], torch.float32)
-    largest = torch._foreach_norm(real, math.inf, dtype=dtype)
-    return torch.stack([x.to(real[0].device) for x in largest]).isfinite().all()
+    return torch.stack([x.to(real[0].device, dtype) for x in ends]).isfinite().all()
 
 # %% ../nbs/optimizer/03_psgd.ipynb #d2b313d2
 def fits(

@@ -157,3 +157,9 @@ def view(x: Tensor, index: Any) -> Tensor:
         x = x.unsqueeze(dim) if i is None else torch.ops.aten.slice.Tensor(x, dim, *i.indices(x.shape[dim]))
         dim += 1
     return x
+
+
+def plain_step(group: Group, Q: State, a: Tensor, b: Tensor, lr: float | Tensor, least: Tensor) -> tuple[State, Tensor]:
+    """One step by the formula, with the slope made and no sums or differences."""
+    E, maxima = group.descent(group.slope(Q, a, b), lr, least)
+    return group.move(Q, E), maxima

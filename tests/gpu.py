@@ -133,10 +133,10 @@ def triangular_steps(device: str, sizes: list[int], repeats: int) -> dict[str, d
         none = torch.zeros(1, device=device)
         times[str(n)] = {
             "running sum": seconds(
-                lambda Q=Q, a=a, b=b, none=none: group.relative_step(Q, a, b, 0.01, none), device, repeats
+                lambda Q=Q, a=a, b=b, none=none: group.step_of_sums(Q, a + b, a - b, 0.01, none), device, repeats
             ),
             "plain": seconds(
-                lambda Q=Q, a=a, b=b, none=none: Group.relative_step(group, Q, a, b, 0.01, none), device, repeats
+                lambda Q=Q, a=a, b=b, none=none: Group.step_of_sums(group, Q, a + b, a - b, 0.01, none), device, repeats
             ),
         }
     return times

@@ -23,6 +23,7 @@ from expressions import (
     moves,
     normal,
     overlap,
+    plain_step,
     same_bits,
     scale_columns,
 )
@@ -219,7 +220,7 @@ def test_descent(family, data, seed):
             rate -= 2 * entries.square().sum() / entries.abs().max()
 
     def value(lr: float) -> Tensor:
-        return pair_criterion(group.matrix(group.relative_step(Q, a, b, lr, torch.zeros(group.maxima))[0]), v, h)
+        return pair_criterion(group.matrix(group.step_of_sums(Q, a + b, a - b, lr, torch.zeros(group.maxima))[0]), v, h)
 
     small = 1e-6
     measured = (value(small) - value(-small)) / (2 * small)
@@ -606,6 +607,6 @@ def test_quick_triangular_step_equals_the_protocols(n, k, batch, seed):
     Q = learned(group, n, batch, seed)
     a, b = normal(2, *batch, n, k, seed=seed)
     none = torch.zeros(*batch, 1, dtype=a.dtype)
-    quick, largest = group.relative_step(Q, a, b, 0.1, none)
-    plain, maxima = Group.relative_step(group, Q, a, b, 0.1, none)
+    quick, largest = group.step_of_sums(Q, a + b, a - b, 0.1, none)
+    plain, maxima = plain_step(group, Q, a, b, 0.1, none)
     torch.testing.assert_close((quick, largest), (plain, maxima), rtol=1e-10, atol=1e-12)

@@ -152,7 +152,7 @@ def test_steps_of_the_factors_equal_slope_descent_and_move(case, batch, k, seed)
     a, b = normal(2, *batch, group.size(Q), k, seed=seed)
     none = torch.zeros(*batch, group.maxima, dtype=a.dtype)
     descent, maxima = group.descent(group.slope(Q, a, b), 0.1, none)
-    after, largest = group.relative_step(Q, a, b, 0.1, none)
+    after, largest = group.step_of_sums(Q, a + b, a - b, 0.1, none)
     torch.testing.assert_close(leaves(after), leaves(group.move(Q, descent)), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(largest, maxima, rtol=1e-10, atol=1e-12)
 

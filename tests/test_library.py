@@ -41,6 +41,7 @@ FLOORS = {
     "groups.direct_sum": 0,
     "groups.first_scale": 0,
     "groups.fit": 0,
+    "groups.halves": 0,
     "groups.kron": 0,
     "groups.normalization": 0,
     "groups.protocol": 0,
@@ -60,6 +61,7 @@ FLOORS = {
 
 SAME_FLOOR = {
     "groups.protocol": "groups.",
+    "groups.halves": "groups.triangular",
     "groups.combinator": "groups.",
     "groups.first_scale": "groups.",
     "graphs": "hvp",

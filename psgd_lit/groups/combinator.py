@@ -30,7 +30,7 @@ def one_for_each(parts: Sequence[Group], shape: Any) -> list[tuple[Group, Any]]:
         )
     return list(zip(parts, shape, strict=True))
 
-# %% ../../nbs/forms/08_combinator.ipynb #7d60e8cd
+# %% ../../nbs/forms/08_combinator.ipynb #559aefb9
 @dataclass(frozen=True, init=False, repr=False)
 class Combinator(Group):
     """Matrices that are built from one matrix of each of several groups, the parts.
@@ -99,6 +99,14 @@ class Combinator(Group):
         """Return `Q^-T x`."""
         return self.act(Q, x, [p.solve_t for p in self.parts])
 
+    def product(self, Q: State) -> State:
+        """Return the P of each part."""
+        return tuple(p.product(q) for p, q in zip(self.parts, Q, strict=True))
+
+    def precondition_by(self, P: State, g: Tensor) -> Tensor:
+        """Return `P g`."""
+        return self.act(P, g, [p.precondition_by for p in self.parts])
+
     def _seen(
         self, Q: State, a: Tensor, b: Tensor
     ) -> Iterator[tuple[Group, State, Tensor, Tensor]]:
@@ -127,12 +135,12 @@ class Combinator(Group):
         """Return `(I + E_i) Q_i` for each part."""
         return tuple(p.move(q, e) for p, q, e in zip(self.parts, Q, E, strict=True))
 
-    def relative_step(
-        self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor, least: Tensor
+    def step_of_sums(
+        self, Q: State, s: Tensor, d: Tensor, lr: float | Tensor, least: Tensor
     ) -> tuple[State, Tensor]:
         """Return the parts, each after its own step, which may be a quick one, and their maxima."""
-        each = zip(self._seen(Q, a, b), self._least(least), strict=True)
-        steps = (p.relative_step(q, a_i, b_i, lr, m) for (p, q, a_i, b_i), m in each)
+        each = zip(self._seen(Q, s, d), self._least(least), strict=True)
+        steps = (p.step_of_sums(q, s_i, d_i, lr, m) for (p, q, s_i, d_i), m in each)
         states, maxima = zip(*steps, strict=True)
         return states, torch.cat(maxima, -1)
 

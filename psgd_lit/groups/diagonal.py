@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['Diagonal', 'running_rms', 'Equilibration']
 
-# %% ../../nbs/forms/01_diagonal.ipynb #cac787e2
+# %% ../../nbs/forms/01_diagonal.ipynb #e659f87e
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .protocol import Group, State, check_step_size, largest_entry
+from .protocol import Group, State, checked_step_size, largest_entry
 
-# %% ../../nbs/forms/01_diagonal.ipynb #4d39de1d
+# %% ../../nbs/forms/01_diagonal.ipynb #fe3f9a99
 @dataclass(frozen=True)
 class Diagonal(Group):
     """Diagonal matrices with positive entries.
@@ -76,7 +76,11 @@ class Diagonal(Group):
 
     def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
         """Return the diagonal of `a a^T - b b^T`, `(*batch, n)`."""
-        return (((a + b) * (a - b)).sum(-1),)  # eq-diagonal-slope
+        return self.slope_of_sums(Q, a + b, a - b)
+
+    def slope_of_sums(self, Q: State, s: Tensor, d: Tensor) -> State:
+        """Return the slope from `s = a + b` and `d = a - b`."""
+        return ((s * d).sum(-1),)  # eq-diagonal-slope
 
     def move(self, Q: State, E: State) -> State:
         """Return `(I + E) Q`."""
@@ -106,7 +110,7 @@ def running_rms(rms: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     columns = ((weight / x.shape[-1]).sqrt()[..., None] * x).unbind(-1)
     return reduce(torch.hypot, columns, (1 - weight).sqrt() * rms)  # eq-running-rms
 
-# %% ../../nbs/forms/01_diagonal.ipynb #4e3e9aff
+# %% ../../nbs/forms/01_diagonal.ipynb #53c25639
 @dataclass(frozen=True)
 class Equilibration(Diagonal):
     """Diagonal matrices learned in closed form, `P = diag(sqrt(E[v v] / E[h h]))`: equilibrated SGD.
@@ -174,7 +178,7 @@ class Equilibration(Diagonal):
         Raises:
             ValueError: if a number `lr` is outside (0, 1).
         """
-        check_step_size(lr)
+        lr = checked_step_size(lr, h.dtype)
         rms_v, rms_h, count = Q
         finite = largest_entry((v, h), v.dim() - 2).isfinite()
         learns = finite[..., None] & (h != 0).any(-1)

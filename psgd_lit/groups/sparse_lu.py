@@ -3,17 +3,17 @@
 # %% auto #0
 __all__ = ['SparseLU']
 
-# %% ../../nbs/forms/07_sparse_lu.ipynb #07de896a
+# %% ../../nbs/forms/07_sparse_lu.ipynb #e29a7448
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .bordered import Bordered, bordered_difference
+from .bordered import Bordered, bordered_difference, bordered_step
 from .protocol import Group, State, largest_entry, power_below
 
-# %% ../../nbs/forms/07_sparse_lu.ipynb #e19ddb8a
+# %% ../../nbs/forms/07_sparse_lu.ipynb #bbb84116
 @dataclass(frozen=True)
 class SparseLU(Group):
     """Products `Q = L U` of two sparse triangular matrices with positive diagonals.
@@ -86,6 +86,17 @@ class SparseLU(Group):
         E_U = bordered_difference(h, Ph, Pinv_v, v, self.rank)
         return (self.half.slope(Q[0], a, b), E_U)  # eq-splu-slopes
 
+    def step_of_sums(
+        self, Q: State, s: Tensor, d: Tensor, lr: float | Tensor, least: Tensor
+    ) -> tuple[State, Tensor]:
+        """Return the protocol's step without making the slopes, from `s = a + b` and `d = a - b`."""
+        u, w = torch.cat([s, d], -1) / 2, torch.cat([d, s], -1)
+        left, right = (u, self.solve(Q, u)), (w, self.apply_t(Q, w))  # eq-splu-slopes
+        each = zip(Q, left, right, least.unbind(-1), strict=True)
+        steps = (bordered_step(q, x, y, lr, m) for q, x, y, m in each)
+        states, maxima = zip(*steps, strict=True)
+        return states, torch.stack(maxima, -1)
+
     @property
     def maxima(self) -> int:
         """The number of maxima that divide the slopes of a step, one for L and one for U."""
@@ -95,11 +106,8 @@ class SparseLU(Group):
         """Return the descents of L and of U^T, each with a maximum of its own; one that overflows is zero."""
         each = zip(E, torch.split(least, 1, -1), strict=True)
         steps, maxima = zip(*(self.half.descent(e, lr, m) for e, m in each), strict=True)
-        finite = [m.isfinite() for m in maxima]
-        moves = tuple(
-            (torch.where(f[..., None], columns, 0.0), torch.where(f, rest, 0.0))
-            for f, (columns, rest) in zip(finite, steps, strict=True)
-        )
+        pairs = zip((m.isfinite() for m in maxima), steps, strict=True)
+        moves = tuple((c.where(f[..., None], 0.0), d.where(f, 0.0)) for f, (c, d) in pairs)
         return moves, torch.cat(maxima, -1)
 
     def move(self, Q: State, E: State) -> State:
