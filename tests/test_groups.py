@@ -394,8 +394,8 @@ class Branching(Diagonal):
 class Elsewhere(Diagonal):
     """Makes a tensor on the processor."""
 
-    def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
-        return (super().slope(Q, a, b)[0] + torch.ones(a.shape[-2]),)
+    def slope_of_sums(self, Q: State, s: Tensor, d: Tensor) -> State:
+        return (super().slope_of_sums(Q, s, d)[0] + torch.ones(s.shape[-2]),)
 
 
 @pytest.mark.parametrize("wrong", [Branching(), Elsewhere()], ids=repr)

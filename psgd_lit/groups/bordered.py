@@ -51,7 +51,8 @@ def bordered_step(
     E, tail = u @ w[..., :r, :].mT, (u * w)[..., r:, :].sum(-1)
     E[..., :r, :].tril_()
     largest = largest_entry((E, tail), u.dim() - 2)
-    rate, waits = step_rate(lr, largest, least)[..., None], ~(largest < torch.inf)[..., None]
+    rate = step_rate(lr, largest, least)[..., None]
+    waits = (largest < torch.inf).logical_not()[..., None]
     E.mul_(rate[..., None]).masked_fill_(waits[..., None], 0.0)
     tail.mul_(rate).masked_fill_(waits, 0.0)
     moved = (E @ columns[..., :r, :]).add_(columns)
