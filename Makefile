@@ -9,7 +9,9 @@ NB ?=
 export OMP_NUM_THREADS := 1
 export PYTHONHASHSEED := 0
 export JUPYTER_PLATFORM_DIRS := 1
-NBVAL := --nbval --nbval-sanitize-with nbs/_ext/sanitize.cfg -p no:cacheprovider
+# The kernels of nbval: forks of one process that has imported torch; where a process can't fork, say KERNEL=python3.
+KERNEL ?= forked
+NBVAL := --nbval --nbval-kernel-name $(KERNEL) --nbval-sanitize-with nbs/_ext/sanitize.cfg -p no:cacheprovider
 PARALLEL := -n 2 --dist loadfile
 
 NOTEBOOKS := $(shell find nbs -name '*.ipynb' -not -path '*/.*')
@@ -34,8 +36,8 @@ _build/html/.done: .venv/.done $(BOOK_SOURCES) $(wildcard psgd_lit/*.py psgd_lit
 book: _build/html/.done ## build the book, with warnings as errors
 	@echo "The book is ready: open file://$(CURDIR)/_build/html/index.html"
 
-test: _build/html/.done ## run every notebook under nbval, and the tests
-	$(BIN)/pytest $(NBVAL) $(PARALLEL) -m "not elsewhere and not slow" tests nbs
+test: _build/html/.done ## run the tests but the slow ones, and under nbval each notebook that has changed
+	$(BIN)/pytest $(NBVAL) --changed $(PARALLEL) -m "not elsewhere and not slow" tests nbs
 
 lab: .venv/.done export ## open the notebooks in JupyterLab, with the exhibits live
 	$(BIN)/jupyter lab nbs
@@ -52,7 +54,7 @@ export: .venv/.done ## write the library psgd_lit/ from the notebooks
 
 lint: .venv/.done ## check style and types
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check tests nbs/_ext
+	$(BIN)/ruff format --check tests nbs/_ext nbs/conftest.py
 	$(BIN)/ruff format --check --line-length 96 $(NOTEBOOKS)
 	$(BIN)/mypy
 

@@ -182,7 +182,9 @@ def faults(browser: Browser, path: Path, exhibits: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("notebook", pages(), ids=short)
+@pytest.mark.parametrize(
+    "notebook", [*pages()[:3], *(pytest.param(page, marks=pytest.mark.slow) for page in pages()[3:])], ids=short
+)
 def test_page_works(notebook: Path, browser: Browser) -> None:
     """The page works offline: nothing is requested, formulas are typeset, sliders turn, nothing sticks out."""
     path = HTML / notebook.relative_to(ROOT).with_suffix(".html")

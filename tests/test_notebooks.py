@@ -392,6 +392,40 @@ def test_make_help_gate_fails(tmp_path: Path) -> None:
     assert list(unlisted_targets(makefile)) == ["`make help` doesn't list clean"]
 
 
+def left_out_of_check(makefile: str) -> Iterator[str]:
+    """`make check` runs all tests and all notebooks, so that `make test` may leave out what takes long."""
+    recipe = re.findall(r"^\t(.*/pytest .*)$", makefile[makefile.index("\ncheck:") :].split("\n\n")[0], re.MULTILINE)
+    for command in recipe:
+        yield from (f"`make check` runs pytest with {option}" for option in re.findall(CHOOSING, command))
+    for place in ("tests", "nbs"):
+        if not any(place in command.split() for command in recipe):
+            yield f"`make check` doesn't run {place}"
+
+
+CHOOSING = r"(?<= )(?:-m|-k|--changed|--deselect|--ignore\S*|--nbval-lax)\b"
+"""Options of pytest that leave something out."""
+
+
+def test_check_leaves_nothing_out() -> None:
+    """What has the mark `slow`, and a notebook that stands as it was run, is run there."""
+    report(left_out_of_check((ROOT / "Makefile").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("--dist load tests", '--dist load -m "not slow" tests', "`make check` runs pytest with -m"),
+        ("$(PARALLEL) nbs", "--changed $(PARALLEL) nbs", "`make check` runs pytest with --changed"),
+        ("$(PARALLEL) nbs", "$(PARALLEL)", "`make check` doesn't run nbs"),
+    ],
+)
+def test_check_gate_fails(old: str, new: str, complaint: str) -> None:
+    """A choice in its commands is seen."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert old in makefile
+    assert list(left_out_of_check(makefile.replace(old, new))) == [complaint]
+
+
 def test_ci_runs_what_the_readme_says() -> None:
     """CI calls the commands of the README, and both name targets that exist."""
     commands = r"\bmake ([a-z]+)"

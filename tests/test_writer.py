@@ -148,7 +148,7 @@ def test_printed_text() -> None:
 
 
 @pytest.mark.elsewhere
-@pytest.mark.parametrize("path", [path for path in PAGES if not is_as_written(path)], ids=short)
+@pytest.mark.parametrize("path", PAGES, ids=short)
 def test_same_bytes_twice(path: Path) -> None:
     """Running a notebook twice gives the same bytes; where it was stored on such a machine, that was the first run.
 
@@ -156,6 +156,8 @@ def test_same_bytes_twice(path: Path) -> None:
 
     On any machine it prints what is stored.
     """
+    if is_as_written(path):
+        pytest.skip("it stands as the writer has run it")
     stored, again = path.read_text(encoding="utf-8"), execute(path)
     if again != stored:
         assert first_difference(map(printed, [stored, again]).__next__) == ""
