@@ -1,6 +1,7 @@
 """What programs do with an optimizer beside calling `step` with a good loss."""
 
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -269,6 +270,40 @@ def test_a_compiled_step_is_the_step(hvp):
     assert same(weights(net), weights(twin))
     assert not counters["stats"]["unique_graphs"]
     assert not counters["recompile_limit"]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")])],
+)
+@pytest.mark.parametrize("hvp", ["approx", "whiten"])
+def test_a_compiled_model_has_the_curve_of_the_model(hvp, backend):
+    """Bit for bit where the same kernels run, and to rounding where a compiler has made others."""
+    if backend == "inductor" and not shutil.which("c++"):
+        pytest.skip("no C++ compiler")
+    torch.compiler.reset()
+    net, twin = network(), network()
+    model = torch.compile(net, backend=backend)
+    opt, other = (PSGD(one.parameters(), hvp=hvp) for one in (net, twin))
+    for _ in range(20):
+        compiled, plain = opt.step(lambda: loss_of(model)), other.step(lambda: loss_of(twin))
+        torch.testing.assert_close(compiled, plain, rtol=0 if backend == "aot_eager" else 1e-4, atol=0)
+    assert plain < loss_of(network())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_model_is_left_out_on_the_steps_that_are_due(dynamic):
+    """The way out for "exact", on a model whose shapes are fixed, and on one whose shapes vary."""
+    torch.compiler.reset()
+    net, twin = network(), network()
+    model = torch.compile(net, backend="aot_eager", dynamic=dynamic)
+    opt, other = (PSGD(one.parameters(), update_every=3) for one in (net, twin))
+    for t in range(9):
+        rows = slice(0, 8 + t)
+        opt.step(lambda rows=rows: loss_of(net if opt.due else model, rows))
+        other.step(lambda rows=rows: loss_of(twin, rows))
+    for p, q in zip(weights(net), weights(twin), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 def test_a_compiled_model_stays_compiled_inside_a_step():

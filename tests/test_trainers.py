@@ -1,12 +1,18 @@
-"""Lightning, Accelerate and transformers' Trainer walk the path of a plain loop, where they are installed."""
+"""Lightning, Accelerate and transformers' Trainer walk the path of a plain loop, where they are installed.
 
+The recipes that the book shows for them are run here, as they stand on the page.
+"""
+
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import torch
+from gates import NBS
 from torch import Tensor, nn
 from toys import batch, loss_of, network, quiet, same, weights
 
@@ -16,13 +22,18 @@ BATCHES = [slice(i, i + 8) for i in range(0, 32, 8)]
 CURVE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
 
 
-def plain_loop(hvp: str, epochs: int = 2, pieces: int = 1, **settings: Any) -> nn.Module:
-    """The same training without a trainer; each step sees so many batches."""
+def plain_loop(hvp: str, epochs: int = 2, pieces: int = 1, half: bool = False, **settings: Any) -> nn.Module:
+    """The same training without a trainer; each step sees so many batches, in bfloat16 under autocast if `half`."""
     net = network()
     opt = PSGD(net.parameters(), hvp=hvp, **settings)
     rows = [BATCHES[i : i + pieces] for i in range(0, 4, pieces)]
+
+    def loss(some: list[slice]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            return torch.stack([loss_of(net, one) for one in some]).mean()
+
     for some in rows * epochs:
-        opt.step(lambda some=some: torch.stack([loss_of(net, one) for one in some]).mean())
+        opt.step(lambda some=some: loss(some))
     return net
 
 
@@ -109,6 +120,25 @@ def test_lightning_resumes(hvp, tmp_path):
     close(other.net, plain_loop(hvp))
 
 
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("hvp", ["whiten", "exact"])
+def test_lightning_in_bfloat16(hvp, manual, tmp_path):
+    """Mixed precision is that of a plain loop under autocast, and no other than float32 would be."""
+    module = lightning_module(hvp, manual)
+    fit(module, tmp_path, precision="bf16-mixed")
+    close(module.net, plain_loop(hvp, half=True))
+    with pytest.raises(AssertionError):
+        close(module.net, plain_loop(hvp))
+
+
+def test_lightning_in_bfloat16_has_no_differences(tmp_path):
+    """A difference of gradients in bfloat16 is refused where the closure returns the loss, and nothing has moved."""
+    module = lightning_module("approx", manual=True)
+    with pytest.raises(ValueError, match=r'bfloat16.*hvp="exact"'):
+        fit(module, tmp_path, precision="bf16-mixed")
+    assert same(weights(module.net), weights(network()))
+
+
 def test_lightning_clips_what_approx_subtracts(tmp_path):
     with pytest.warns(UserWarning, match="gradient_clip_val.*max_norm"):
         fit(lightning_module("approx"), tmp_path, gradient_clip_val=0.1)
@@ -173,23 +203,12 @@ def test_accelerate_says_that_batches_are_lost():
         by_closures()
 
 
-def test_transformers_trainer(tmp_path):
+def transformers_trainer(model: nn.Module, opt: PSGD, folder: Path) -> Any:
+    """A Trainer that goes through the rows in order, with a constant step size."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate").state.GradientState._reset_state()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            return {"loss": (self.net(x) - labels).square().mean()}
-
-    model, (x, y) = Model(), batch()
-    opt = PSGD(model.parameters(), hvp="whiten")
-    constant = torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.0)
     arguments = transformers.TrainingArguments(
-        str(tmp_path),
+        str(folder),
         num_train_epochs=2,
         per_device_train_batch_size=8,
         max_grad_norm=0.0,
@@ -199,6 +218,68 @@ def test_transformers_trainer(tmp_path):
         disable_tqdm=True,
         train_sampling_strategy="sequential",
     )
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
-    transformers.Trainer(model, arguments, train_dataset=data, optimizers=(opt, constant)).train()
+    constant = torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.0)
+    return transformers.Trainer(model, arguments, train_dataset=samples(), optimizers=(opt, constant))
+
+
+class Regression(nn.Module):
+    """The network as transformers wants it: it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.net(x) - labels).square().mean()}
+
+
+def samples() -> list[dict[str, Tensor]]:
+    return [{"x": x, "labels": y} for x, y in zip(*batch(), strict=True)]
+
+
+def test_transformers_trainer(tmp_path):
+    model = Regression()
+    transformers_trainer(model, PSGD(model.parameters(), hvp="whiten"), tmp_path).train()
     close(model.net, plain_loop("whiten"))
+
+
+@pytest.mark.parametrize("hvp", ["exact", "approx", "forward"])
+def test_transformers_trainer_has_no_second_derivative(hvp, tmp_path):
+    """What can't be had is refused at the first step, with the product that can, and nothing has moved."""
+    model = Regression()
+    trainer = transformers_trainer(model, PSGD(model.parameters(), hvp=hvp), tmp_path)
+    with pytest.raises(RuntimeError, match=r'(?s)Three ways to call step.*plain backward\(\) for hvp="whiten"'):
+        trainer.train()
+    assert same(weights(model.net), weights(network()))
+
+
+# What the book shows ---------------------------------------------------------------------------------------------
+
+
+def recipe(name: str) -> str:
+    """The code block of the page's recipe that imports a package."""
+    page = nbformat.read(NBS / "start/04_recipes_for_trainers.ipynb", as_version=4)
+    text = "\n".join(cell.source for cell in page.cells if cell.cell_type == "markdown")
+    (found,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if re.search(name, code)]
+    return str(found)
+
+
+def follow(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """Run a recipe as it stands, in an empty folder, and return what it has trained."""
+    pytest.importorskip(name)
+    monkeypatch.chdir(folder)
+    net = network()
+    with quiet():
+        exec(recipe(rf"(import|from) {name}\b"), {"net": net, "loader": loader(), "dataset": samples()})
+    return net
+
+
+@pytest.mark.parametrize(("name", "pieces"), [("lightning", 1), ("accelerate", 2)])
+def test_recipes_walk_the_path_of_a_plain_loop(name, pieces, tmp_path, monkeypatch):
+    close(follow(name, tmp_path, monkeypatch), plain_loop("exact", pieces=pieces))
+
+
+def test_recipe_for_transformers_trains(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate").state.GradientState._reset_state()
+    net = follow("transformers", tmp_path, monkeypatch)
+    assert loss_of(net) < loss_of(network())
