@@ -115,6 +115,14 @@ class Cell:
         return False
 
     @property
+    def is_live(self) -> bool:
+        """True if the cell ends by showing what `live` returns."""
+        match self.tree.body:
+            case [*_, ast.Expr(ast.Call(ast.Name("live")))]:
+                return True
+        return False
+
+    @property
     def names(self) -> set[str]:
         """All names and attributes that the code uses."""
         nodes = list(ast.walk(self.tree))

@@ -49,6 +49,7 @@ FLOORS = {
     "graphs": 0,
     "hvp": 0,
     "lbfgs": 3,
+    "live": 2,
     "optim": 3,
     "problems": None,
     "quality": 4,
@@ -84,13 +85,14 @@ SAME_FLOOR = {
 THIRD_PARTY = {
     "experiments.image_data": {"PIL", "numpy", "pooch"},
     "experiments.runner": {"tqdm"},
+    "live": {"anywidget", "traitlets"},
     "viz": {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy"},
 }
 """What a module imports beside the standard library and torch."""
 
 HANDWRITTEN = {"__init__.py", "py.typed"}
 
-DATA = {"book_text", "mnist_mini"}
+DATA = {"book_text", "exhibits", "mnist_mini"}
 """Folders of data that the package ships."""
 
 
