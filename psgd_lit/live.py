@@ -4,7 +4,7 @@
 __all__ = ['STARTS', 'REACH', 'Move', 'EXHIBITS', 'normals', 'bundle', 'static_page', 'widget_of', 'Live', 'surface', 'mover',
            'walk', 'race_check', 'live']
 
-# %% ../nbs/appendix/27_live.ipynb #2181d3ec
+# %% ../nbs/appendix/27_live.ipynb #n2
 import html
 import json
 import math
@@ -29,7 +29,7 @@ except ImportError as error:
         "psgd_lit.live shows exhibits with anywidget: pip install 'psgd_lit[viz]'"
     ) from error
 
-# %% ../nbs/appendix/27_live.ipynb #0b4c2652
+# %% ../nbs/appendix/27_live.ipynb #n7
 def normals(seed: int, count: int) -> Tensor:
     """Draw standard normal numbers by mulberry32 and Box-Muller, as the exhibits do in the browser.
 
@@ -49,7 +49,7 @@ def normals(seed: int, count: int) -> Tensor:
     u = torch.tensor(uniform, dtype=torch.float64).reshape(count, 2)
     return (-2 * (1 - u[:, 0]).log()).sqrt() * (2 * math.pi * u[:, 1]).cos()  # eq-box-muller
 
-# %% ../nbs/appendix/27_live.ipynb #56e4de2e
+# %% ../nbs/appendix/27_live.ipynb #n10
 def bundle(name: str) -> str:
     """Return the module of an exhibit, with what it imports in it.
 
@@ -61,7 +61,7 @@ def bundle(name: str) -> str:
     own = re.sub(r"^import \{[^}]*\} from \"\./kit\.js\";\n", "", own, flags=re.MULTILINE)
     return re.sub(r"^export (?!default)", "", f"{kit}{own}", flags=re.MULTILINE)
 
-# %% ../nbs/appendix/27_live.ipynb #2007eeed
+# %% ../nbs/appendix/27_live.ipynb #n13
 _STAND_IN = """
 const root = document.querySelector('[data-live="NAME"]:not([data-begun])');
 root.dataset.begun = "";
@@ -97,7 +97,7 @@ def static_page(name: str, state: Mapping[str, Any], check: Mapping[str, Any]) -
         f'<script type="module">{code}</script>'
     )
 
-# %% ../nbs/appendix/27_live.ipynb #be8a0c88
+# %% ../nbs/appendix/27_live.ipynb #n16
 _TRAITS = {
     bool: traitlets.Bool,
     int: traitlets.Int,
@@ -121,7 +121,7 @@ def widget_of(name: str, state: Mapping[str, Any], check: Mapping[str, Any]) -> 
     body = {"_esm": bundle(name), **traits}
     return type(name.title(), (anywidget.AnyWidget,), body)()
 
-# %% ../nbs/appendix/27_live.ipynb #882a1ba4
+# %% ../nbs/appendix/27_live.ipynb #n19
 @dataclass(frozen=True)
 class Live:
     """An exhibit that computes in the browser: a widget where a kernel runs, a module in the page where none does.
@@ -146,7 +146,7 @@ class Live:
         page = static_page(self.name, self.state, self.check)
         return {**view, "text/html": page, "text/plain": f"Live({self.name})"}, metadata
 
-# %% ../nbs/appendix/27_live.ipynb #0d54cccc
+# %% ../nbs/appendix/27_live.ipynb #n22
 STARTS = {"valley": [0.93, 1.48], "saddle": [-0.6, 1.05], "rosenbrock": [-1.0, 1.0]}
 REACH = {"valley": 1.0, "saddle": 1.0, "rosenbrock": 0.3}  # the longest step
 
@@ -170,7 +170,7 @@ def surface(name: str, condition: float, angle: float) -> Callable[[Tensor], Ten
 
     return loss
 
-# %% ../nbs/appendix/27_live.ipynb #c5426465
+# %% ../nbs/appendix/27_live.ipynb #n25
 Move = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -202,7 +202,7 @@ def mover(method: str, rate: float, second: float, spectra: list[list[float]]) -
 
     return move
 
-# %% ../nbs/appendix/27_live.ipynb #bfc518b7
+# %% ../nbs/appendix/27_live.ipynb #n27
 def _learner(rate: float, lr_Q: float, spectra: list[list[float]]) -> Move:
     """Return PSGD with a dense preconditioner that learns at each step."""
     group, state = Triangular(), []
@@ -219,7 +219,7 @@ def _learner(rate: float, lr_Q: float, spectra: list[list[float]]) -> Move:
 
     return move
 
-# %% ../nbs/appendix/27_live.ipynb #27753aee
+# %% ../nbs/appendix/27_live.ipynb #n30
 def walk(
     method: str, state: Mapping[str, Any], rate: float, second: float, steps: int
 ) -> dict[str, Any]:
@@ -239,17 +239,19 @@ def walk(
     loss = surface(state["surface"], state["condition"], state["angle"])
     move, reach = mover(method, rate, second, spectra), REACH[state["surface"]]
     path = [torch.tensor(state["start"], dtype=torch.float64)]
+    curved = method in ("newton", "psgd")  # the others don't look at H
     for ahead, v, beside in normals(state["seed"], 6 * steps).reshape(steps, 3, 2):
         x = path[-1].clone().requires_grad_()
         [g] = torch.autograd.grad(loss(x), x, create_graph=True)
-        H = torch.stack([torch.autograd.grad(g[i], x, retain_graph=True)[0] for i in (0, 1)])
+        rows = [torch.autograd.grad(g[i], x, retain_graph=True)[0] for i in (0, 1) if curved]
+        H = torch.stack(rows) if curved else torch.zeros(2, 2, dtype=x.dtype)
         noisy = g.detach() + state["noise"] * ahead
         made = move(noisy, v, H @ v + state["noise"] * beside, H)
         path.append(path[-1] + made * min(1.0, reach / float(made.norm())))
     points = [point.tolist() for point in path]
     return {"path": points, "spectra": spectra} if spectra else {"path": points}
 
-# %% ../nbs/appendix/27_live.ipynb #c42ea013
+# %% ../nbs/appendix/27_live.ipynb #n33
 _SETTINGS = {
     "sgd": (0.3, 0.0),
     "momentum": (0.1, 0.9),
@@ -275,13 +277,13 @@ def race_check(state: Mapping[str, Any]) -> dict[str, Any]:
             rate = (
                 rate / 300 if name == "rosenbrock" and method in ("sgd", "momentum") else rate
             )
-            found = walk(method, case, rate, second, 60)
+            found = walk(method, case, rate, second, 40)
             thin = {key: values[::_EVERY] for key, values in found.items()}
             runs[method] = {"rate": rate, "second": second, "every": _EVERY, **thin}
         cases.append({"state": case, "runs": runs})
     return {"cases": cases}
 
-# %% ../nbs/appendix/27_live.ipynb #35e14448
+# %% ../nbs/appendix/27_live.ipynb #n36
 EXHIBITS: dict[str, dict[str, Any]] = {
     "race": {
         "surface": "valley",
@@ -310,8 +312,7 @@ def live(name: str, **settings: Any) -> Live:
         An object that a notebook shows as a widget and a static page as a module of JavaScript.
 
     Raises:
-        ValueError: if there is no such exhibit, or it has no such setting.
-        traitlets.TraitError: when it is shown, if a setting is of another type.
+        ValueError: if there is no such exhibit, it has no such setting, or the setting is of another type.
 
     Example:
         >>> live("race", surface="saddle").state["condition"]
@@ -319,10 +320,16 @@ def live(name: str, **settings: Any) -> Live:
     """
     if name not in EXHIBITS:
         raise ValueError(f"no exhibit {name!r}; there are: {', '.join(EXHIBITS)}")
-    if unknown := settings.keys() - EXHIBITS[name].keys():
-        known = ", ".join(EXHIBITS[name])
-        raise ValueError(f"{name} has no setting {min(unknown)!r}; its settings are: {known}")
-    state = EXHIBITS[name] | settings
+    state = dict(EXHIBITS[name])
+    for key, value in settings.items():
+        if key not in state:
+            raise ValueError(
+                f"{name} has no setting {key!r}; its settings are: {', '.join(state)}"
+            )
+        kind = type(state[key])
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise ValueError(f"{key} of {name} must be a {kind.__name__}, not {value!r}")
+        state[key] = kind(value)
     if "surface" in settings and "start" not in settings:
         state["start"] = STARTS[settings["surface"]]
     return Live(name, state, _CHECKS[name](state))

@@ -233,7 +233,8 @@ input.addEventListener("input", () => {{
   image.src = [{", ".join(f'"{picture}"' for picture in PICTURES)}][input.value];
 }});
 </script>
-<div data-live="race"><canvas></canvas><p class="lv-agrees" data-difference="2e-14">It agrees with psgd_lit to 2e-14.</p></div>
+<div data-live="race"><canvas></canvas>
+<p class="lv-agrees" data-difference="2e-14">It agrees with psgd_lit to 2e-14.</p></div>
 <script>document.querySelector("canvas").getContext("2d").fillRect(0, 0, 9, 9)</script></body></html>"""
 
 

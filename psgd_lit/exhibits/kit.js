@@ -29,10 +29,11 @@ html[data-theme=dark] .psgd-live,body[data-jp-theme-light=false] .psgd-live{--sg
 --adam:#f0b429;--newton:#f4737f;--psgd:#58b0ee;--other:#5fce93;--third:#c79be8;--low:#18222e;--high:#42607c}
 html[data-theme=dark] .text_html:has(.psgd-live){background:transparent!important;color:inherit!important;padding:0!important}
 .psgd-live .lv-pair{display:grid;grid-template-columns:minmax(0,1.06fr) minmax(0,1fr);gap:.9rem}
+.psgd-live .lv-pair .lv-player{grid-column:1/-1}.psgd-live .lv-player .lv-bar{margin:0 0 .4rem}
 .psgd-live .lv-side{display:grid;gap:.5rem;align-content:space-between}
 .psgd-live canvas{display:block;width:100%;height:auto;border-radius:4px}
 .psgd-live .lv-stage{position:relative;align-self:start;overflow:hidden}.psgd-live .lv-stage canvas{aspect-ratio:1;cursor:crosshair}
-.psgd-live .lv-side canvas{aspect-ratio:1.94}.psgd-live .lv-wide canvas{aspect-ratio:2}
+.psgd-live .lv-side canvas{aspect-ratio:1.94}.psgd-live .lv-wide canvas{aspect-ratio:1.5}.psgd-live .lv-tall canvas{aspect-ratio:.94}.psgd-live .lv-large{max-width:34rem}
 .psgd-live .lv-grip{position:absolute;width:2.75rem;height:2.75rem;margin:-1.375rem;padding:0;border:0;background:transparent;
 border-radius:50%;cursor:grab;touch-action:none}
 .psgd-live .lv-grip::after{content:"";position:absolute;inset:.8rem;border:3px solid var(--ink);border-radius:50%;background:var(--bg)}
@@ -54,7 +55,7 @@ background:transparent;color:inherit;cursor:pointer}.psgd-live button.lv-button:
 .psgd-live .lv-time{flex:1 1 9rem}.psgd-live .lv-time output{min-width:6.4rem}
 .psgd-live .lv-say{margin:.3rem 0 0;min-height:2.8em}.psgd-live .lv-agrees{margin:.15rem 0 0;color:var(--soft);font-size:.8rem}
 .psgd-live svg.lv-key{width:1.6em;height:.7em}
-@media(max-width:600px){.psgd-live .lv-pair{grid-template-columns:minmax(0,1fr)}}`;
+@media(max-width:600px){.psgd-live .lv-pair{grid-template-columns:minmax(0,1fr)}.psgd-live .lv-side{order:1}}`;
 
 /** Fill an element with the style and the parts of an exhibit; returns a function that finds a part. */
 export function mount(el, html) {
@@ -130,32 +131,48 @@ export function arrow(c, [x, y], [u, v], colour, width = 2.2) {
 
 const power = e => "10" + String(e).replace(/[-0-9]/g, d => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(d)]);
 
-/** A chart with powers of ten upwards: lines of { points: [[x, log10 y], ...] }, a level `rule` and a place `now` on the x axis. */
-export function chart(canvas, ink, { title, x: [from, to], y: [low, high], ticks, label = "", lines, rule, now }) {
+/** A chart: lines of { points: [[x, y], ...] }, or dots; powers of ten upwards, or what `names` maps levels to. */
+export function chart(canvas, ink, { title, x: [from, to], y: [low, high], ticks, label = "", lines, rule, now, names }) {
   const [c, w, h] = sheet(canvas), left = 38, right = w - 8, top = 20, bottom = h - 20;
   const X = v => left + ((v - from) / (to - from)) * (right - left), Y = v => top + ((high - v) / (high - low)) * (bottom - top);
+  const every = Math.max(1, Math.round((high - low) / 5)), levels = [];
+  for (let e = Math.ceil(low / every) * every; e <= high; e += every) levels.push([e, power(e)]);
   c.fillStyle = ink("ink");
   c.fillText(title, left, 12);
   c.fillStyle = ink("soft");
-  const every = Math.max(1, Math.round((high - low) / 5));
-  for (let e = Math.ceil(low / every) * every; e <= high; e += every) {
+  for (const [e, words] of names ?? levels) {
     stroke(c, [[left, Y(e)], [right, Y(e)]], { colour: ink("line"), width: 1 });
     c.textAlign = "right";
-    c.fillText(power(e), left - 5, Y(e) + 4);
+    c.fillText(words, left - 5, Y(e) + 4);
   }
   for (const v of ticks) {
-    c.textAlign = v === to ? "right" : "center";
-    c.fillText(v === to ? `${v} ${label}`.trim() : v, v === to ? right + 4 : X(v), h - 4);
+    c.textAlign = v === to ? "right" : v === from ? "left" : "center";
+    c.fillText(v === to ? `${v} ${label}`.trim() : v, v === to ? right + 4 : v === from ? left - 4 : X(v), h - 4);
   }
   c.textAlign = "left";
   if (rule !== undefined) stroke(c, [[left, Y(rule)], [right, Y(rule)]], { colour: ink("ink"), width: 1, dash: [5, 4] });
   c.save();
   c.beginPath();
-  c.rect(left, top - 2, right - left + 1, bottom - top + 4);
+  c.rect(left - 6, top - 2, right - left + 12, bottom - top + 4);
   c.clip();
-  for (const line of lines) stroke(c, line.points.map(([a, b]) => [X(a), Y(b)]), line);
+  for (const line of lines) {
+    const points = line.points.map(([a, b]) => [X(a), Y(b)]);
+    c.globalAlpha = now === undefined ? 1 : 0.22; // what is still to come is faint
+    line.dots ? dots(c, points, line.colour, line.dots) : stroke(c, points, line);
+    c.globalAlpha = 1;
+    if (now !== undefined) stroke(c, points.filter(([a]) => a <= X(now) + 0.01), line);
+  }
   if (now !== undefined) stroke(c, [[X(now), top], [X(now), bottom]], { colour: ink("soft"), width: 1 });
   c.restore();
+}
+
+export function dots(c, points, colour, radius) {
+  c.fillStyle = colour;
+  for (const [x, y] of points) {
+    c.beginPath();
+    c.arc(x, y, radius, 0, 7);
+    c.fill();
+  }
 }
 
 /** A picture of a function on a box: bands of its square root, light at the floor. */
@@ -278,14 +295,17 @@ export function grip(stage, { name, box, get, set }) {
     set(inside(scales(box(), place.width, place.height)[1](event.clientX - place.left, event.clientY - place.top)));
   };
   for (const node of [handle, canvas]) {
+    let held = false;
     node.addEventListener("pointerdown", event => {
       if (event.button || (node === canvas && event.pointerType === "touch")) return; // a finger on the map scrolls the page
       event.preventDefault();
       handle.focus({ preventScroll: true });
       node.setPointerCapture(event.pointerId);
+      held = true;
       follow(event);
     });
-    node.addEventListener("pointermove", event => node.hasPointerCapture(event.pointerId) && follow(event));
+    node.addEventListener("pointermove", event => held && follow(event));
+    for (const end of ["pointerup", "pointercancel"]) node.addEventListener(end, () => { held = false; });
   }
   canvas.addEventListener("click", follow);
   handle.addEventListener("keydown", event => {

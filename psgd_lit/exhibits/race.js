@@ -1,5 +1,5 @@
 // A race in the plane: PSGD against SGD, momentum, Adam and Newton on a valley, a saddle and Rosenbrock's function.
-import { add, agree, chart, choice, difference, grip, inks, mount, normals, note, player, put, scales, sheet, slider, stroke, terrain, watch } from "./kit.js";
+import { add, agree, chart, choice, difference, dots, grip, inks, mount, normals, note, player, put, scales, sheet, slider, stroke, terrain, watch } from "./kit.js";
 
 const MEMORIES = [0.5, 0.8, 0.9, 0.95];
 const METHODS = { // the cost of a step in gradients, and what may be tuned beside the step size
@@ -113,8 +113,8 @@ const small = x => (Math.abs(x) < 1e-13 ? "below 1e-13" : Math.abs(x) >= 0.01 &&
 
 export function render({ model, el }) {
   const $ = mount(el, `<div class="lv-bar lv-top"></div><div class="lv-pair"><div class="lv-stage"><canvas class="lv-map" role="img"></canvas></div>
-<div class="lv-side"><canvas class="lv-loss" role="img"></canvas><canvas class="lv-eig" role="img"></canvas></div></div>
-<div class="lv-player"></div><div class="lv-bar lv-legend" role="group" aria-label="methods"></div><div class="lv-sliders"></div>
+<div class="lv-side"><canvas class="lv-loss" role="img"></canvas><canvas class="lv-eig" role="img"></canvas></div>
+<div class="lv-player"></div></div><div class="lv-bar lv-legend" role="group" aria-label="methods"></div><div class="lv-sliders"></div>
 <p class="lv-say" aria-live="polite"></p><p class="lv-agrees"></p>`);
   const get = key => model.get(key), ink = name => colours(name);
   let colours = inks(el), p = null, runs = {}, ground = null;
@@ -125,7 +125,7 @@ export function render({ model, el }) {
     choice($(".lv-top"), model, { legend: "time is counted in", key: "axis", options: { steps: "steps", cost: "gradients" }, chosen: axis => ({ axis, t: Math.round((get("t") / last()) * (axis === "cost" ? GRADIENTS : STEPS)) }) }),
     slider($(".lv-sliders"), model, { name: "condition", key: "condition", to: s => 10 ** (0.03 * s), from: v => Math.log10(v) / 0.03, show: v => v.toPrecision(v < 100 ? 2 : 3) }),
     slider($(".lv-sliders"), model, { name: "angle", key: "angle", to: s => (s * Math.PI) / 200, from: v => (v * 200) / Math.PI, show: v => `${Math.round((v * 180) / Math.PI)}°` }),
-    slider($(".lv-sliders"), model, { name: "noise", key: "noise", to: s => (s / 125) ** 2, from: v => 125 * Math.sqrt(v), show: v => v.toFixed(3) }),
+    slider($(".lv-sliders"), model, { name: "noise", key: "noise", to: s => (s / 125) ** 2, from: v => 125 * Math.sqrt(v), show: v => (v === 0 ? "0" : v < 0.01 ? v.toExponential(0) : v.toFixed(2)) }),
     grip($(".lv-stage"), { name: "Start of the race", box: () => p.box, get: () => get("start"), set: start => put(model, { start }) }),
     ...Object.keys(METHODS).map(key),
   ];
@@ -162,8 +162,8 @@ export function render({ model, el }) {
     for (const m in runs) {
       const seen = runs[m].path.slice(0, Math.floor(t / price(m)) + 1).map(to), width = m === "psgd" ? 2.6 : 1.6;
       stroke(c, seen, { colour: ink(m), width });
-      c.fillStyle = ink(m);
-      seen.forEach(([X, Y], i) => { c.beginPath(); c.arc(X, Y, i === seen.length - 1 ? 5 : width * 0.8, 0, 7); c.fill(); });
+      dots(c, seen, ink(m), width * 0.8);
+      dots(c, seen.slice(-1), ink(m), 5);
     }
     if (runs.psgd) drawEllipse(c, to);
     const [X, Y] = to(get("start")), right = X < w - 90;
