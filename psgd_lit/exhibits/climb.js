@@ -68,8 +68,8 @@ export function render({ model, el }) {
     const ends = { newton: "Newton", psgd: "|H|⁻¹" };
     for (const name in ends) { const [X, Y] = to(found[name][STEPS]); note(c, ends[name], X + 9, Y + (name === "psgd" ? -9 : 18), ink); }
     note(c, "drag me", start[0] + 16, start[1] + 4, ink);
-    const loss = name => p.f(...found[name][STEPS]).toPrecision(2), [x, y] = get("start");
-    const text = `${p.climbs(x, y) ? "Here Newton's step points uphill." : "Here Newton's step points downhill."} From the loss ${p.f(x, y).toPrecision(2)}, Newton's method ends at ${loss("newton")} and the inverse of |H| at ${loss("psgd")}.`;
+    const loss = name => p.f(...found[name][STEPS]).toFixed(3), [x, y] = get("start");
+    const text = `${p.climbs(x, y) ? "Here Newton's step points uphill." : "Here Newton's step points downhill."} From the loss ${p.f(x, y).toFixed(3)}, Newton's method ends at ${loss("newton")} and the inverse of |H| at ${loss("psgd")}.`;
     if ($(".lv-say").textContent !== text) $(".lv-say").textContent = text;
     $(".lv-map").setAttribute("aria-label", `A saddle between two minima; the strip where Newton's step points uphill is red. ${text}`);
   }

@@ -33,7 +33,7 @@ html[data-theme=dark] .text_html:has(.psgd-live){background:transparent!importan
 .psgd-live .lv-side{display:grid;gap:.5rem;align-content:space-between}
 .psgd-live canvas{display:block;width:100%;height:auto;border-radius:4px}
 .psgd-live .lv-stage{position:relative;align-self:start;overflow:hidden}.psgd-live .lv-stage canvas{aspect-ratio:1;cursor:crosshair}
-.psgd-live .lv-side canvas{aspect-ratio:1.94}.psgd-live .lv-wide canvas{aspect-ratio:1.5}.psgd-live .lv-tall canvas{aspect-ratio:.94}.psgd-live .lv-large{max-width:34rem}
+.psgd-live .lv-side canvas{aspect-ratio:1.94}.psgd-live .lv-wide canvas{aspect-ratio:1.5}.psgd-live .lv-tall.lv-side canvas{aspect-ratio:.94}.psgd-live .lv-large{max-width:34rem}
 .psgd-live .lv-grip{position:absolute;width:2.75rem;height:2.75rem;margin:-1.375rem;padding:0;border:0;background:transparent;
 border-radius:50%;cursor:grab;touch-action:none}
 .psgd-live .lv-grip::after{content:"";position:absolute;inset:.8rem;border:3px solid var(--ink);border-radius:50%;background:var(--bg)}

@@ -2,7 +2,7 @@
 import { agree, chart, difference, inks, mount, normals, player, put, add, sheet, slider, watch } from "./kit.js";
 
 const N = 6, PROBES = 300;
-const SPECTRUM = [100, 30, 3, 0.3, 0.03, -0.1];
+const SPECTRUM = [20, 5, 1, 0.3, 0.1, -0.2];
 
 const dot = (a, b) => a.reduce((sum, x, i) => sum + x * b[i], 0);
 const apply = (M, x) => M.map(row => dot(row, x));
@@ -96,7 +96,7 @@ export function render({ model, el }) {
       points: found.spectra.map((e, t) => [t, e[i] * sign > 0 ? Math.log10(Math.abs(e[i])) : NaN]),
       colour: ink(sign > 0 ? "psgd" : "newton"), dash: sign > 0 ? [] : [5, 3], width: 2,
     })));
-    chart($(".lv-eig"), ink, { title: "|eigenvalues of PH|, dashed red if negative", x: [0, PROBES], y: [-4.5, 2], ticks: [0, 100, 200, 300], label: "probes", lines, rule: 0, now: get("t") });
+    chart($(".lv-eig"), ink, { title: "|eigenvalues of PH|, dashed red if negative", x: [0, PROBES], y: [-3, 2], ticks: [0, 100, 200, 300], label: "probes", lines, rule: 0, now: get("t") });
     const e = found.spectra[get("t")], sizes = e.map(Math.abs);
     const text = `After ${get("t")} probes the eigenvalues of PH are ${e.map(x => x.toPrecision(2)).join(", ")}: the largest is ${(Math.max(...sizes) / Math.min(...sizes)).toPrecision(2)} times the smallest.`;
     if ($(".lv-say").textContent !== text) $(".lv-say").textContent = text;
