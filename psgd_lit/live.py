@@ -4,7 +4,7 @@
 __all__ = ['STARTS', 'REACH', 'Move', 'SPECTRUM', 'EXHIBITS', 'normals', 'bundle', 'static_page', 'widget_of', 'Live', 'surface',
            'mover', 'walk', 'race_check', 'criterion_check', 'march_check', 'climb_check', 'pole_check', 'live']
 
-# %% ../nbs/appendix/27_live.ipynb #n2
+# %% ../nbs/appendix/27_live.ipynb #773f31ec
 import html
 import json
 import math
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .criterion import optimal_preconditioner, preconditioned_eigenvalues
 from .groups.first_scale import first_scale
+from .groups.protocol import State
 from .groups.triangular import Triangular
 from .regularization import DAMPING_KINDS, damp
 
@@ -31,7 +32,7 @@ except ImportError as error:
         "psgd_lit.live shows exhibits with anywidget: pip install 'psgd_lit[viz]'"
     ) from error
 
-# %% ../nbs/appendix/27_live.ipynb #n6
+# %% ../nbs/appendix/27_live.ipynb #0b4c2652
 def normals(seed: int, count: int) -> Tensor:
     """Draw standard normal numbers by mulberry32 and Box-Muller, as the exhibits do in the browser.
 
@@ -51,7 +52,7 @@ def normals(seed: int, count: int) -> Tensor:
     u = torch.tensor(uniform, dtype=torch.float64).reshape(count, 2)
     return (-2 * (1 - u[:, 0]).log()).sqrt() * (2 * math.pi * u[:, 1]).cos()  # eq-box-muller
 
-# %% ../nbs/appendix/27_live.ipynb #n9
+# %% ../nbs/appendix/27_live.ipynb #56e4de2e
 def bundle(name: str) -> str:
     """Return the module of an exhibit, with what it imports in it.
 
@@ -63,7 +64,7 @@ def bundle(name: str) -> str:
     own = re.sub(r"^import \{[^}]*\} from \"\./kit\.js\";\n", "", own, flags=re.MULTILINE)
     return re.sub(r"^export (?!default)", "", f"{kit}{own}", flags=re.MULTILINE)
 
-# %% ../nbs/appendix/27_live.ipynb #n12
+# %% ../nbs/appendix/27_live.ipynb #2007eeed
 _STAND_IN = """
 const root = document.querySelector('[data-live="NAME"]:not([data-begun])');
 root.dataset.begun = "";
@@ -99,7 +100,7 @@ def static_page(name: str, state: Mapping[str, Any], check: Mapping[str, Any]) -
         f'<script type="module">{code}</script>'
     )
 
-# %% ../nbs/appendix/27_live.ipynb #n15
+# %% ../nbs/appendix/27_live.ipynb #be8a0c88
 _TRAITS = {
     bool: traitlets.Bool,
     int: traitlets.Int,
@@ -123,7 +124,7 @@ def widget_of(name: str, state: Mapping[str, Any], check: Mapping[str, Any]) -> 
     body = {"_esm": bundle(name), **traits}
     return type(name.title(), (anywidget.AnyWidget,), body)()
 
-# %% ../nbs/appendix/27_live.ipynb #n18
+# %% ../nbs/appendix/27_live.ipynb #882a1ba4
 @dataclass(frozen=True)
 class Live:
     """An exhibit that computes in the browser: a widget where a kernel runs, a module in the page where none does.
@@ -148,7 +149,7 @@ class Live:
         page = static_page(self.name, self.state, self.check)
         return {**view, "text/html": page, "text/plain": f"Live({self.name})"}, metadata
 
-# %% ../nbs/appendix/27_live.ipynb #n21
+# %% ../nbs/appendix/27_live.ipynb #0d54cccc
 STARTS = {"valley": [0.93, 1.48], "saddle": [-0.6, 1.05], "rosenbrock": [-1.0, 1.0]}
 REACH = {"valley": 1.0, "saddle": 1.0, "rosenbrock": 0.3}  # the longest step
 
@@ -172,7 +173,7 @@ def surface(name: str, condition: float, angle: float) -> Callable[[Tensor], Ten
 
     return loss
 
-# %% ../nbs/appendix/27_live.ipynb #n24
+# %% ../nbs/appendix/27_live.ipynb #c5426465
 Move = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -204,10 +205,10 @@ def mover(method: str, rate: float, second: float, spectra: list[list[float]]) -
 
     return move
 
-# %% ../nbs/appendix/27_live.ipynb #n26
+# %% ../nbs/appendix/27_live.ipynb #76f2635e
 def _learner(rate: float, lr_Q: float, spectra: list[list[float]]) -> Move:
     """Return PSGD with a dense preconditioner that learns at each step."""
-    group, state = Triangular(), []
+    group, state = Triangular(), list[State]()
 
     def move(g: Tensor, v: Tensor, h: Tensor, H: Tensor) -> Tensor:
         v, h = v[:, None], h[:, None]
@@ -221,7 +222,7 @@ def _learner(rate: float, lr_Q: float, spectra: list[list[float]]) -> Move:
 
     return move
 
-# %% ../nbs/appendix/27_live.ipynb #n29
+# %% ../nbs/appendix/27_live.ipynb #520bac70
 def walk(
     method: str, state: Mapping[str, Any], rate: float, second: float, steps: int
 ) -> dict[str, Any]:
@@ -253,7 +254,7 @@ def walk(
     points = [point.tolist() for point in path]
     return {"path": points, "spectra": spectra} if spectra else {"path": points}
 
-# %% ../nbs/appendix/27_live.ipynb #n32
+# %% ../nbs/appendix/27_live.ipynb #67e316d3
 _SETTINGS = {
     "sgd": (0.3, 0.0),
     "momentum": (0.1, 0.9),
@@ -285,7 +286,7 @@ def race_check(state: Mapping[str, Any]) -> dict[str, Any]:
         cases.append({"state": case, "runs": runs})
     return {"cases": cases}
 
-# %% ../nbs/appendix/27_live.ipynb #n35
+# %% ../nbs/appendix/27_live.ipynb #fc098eab
 def criterion_check(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return H, the best P, the eigenvalues of P H and ten noisy steps with P and with Newton's matrix.
 
@@ -297,7 +298,7 @@ def criterion_check(state: Mapping[str, Any]) -> dict[str, Any]:
         (state["angle"], state["along"], state["products"]),
         (1.2, -0.3, 0.25),
     ):
-        case = {"angle": angle, "along": along, "products": products}
+        case: dict[str, Any] = {"angle": angle, "along": along, "products": products}
         case |= {"gradients": 0.2, "start": [1.2, -0.4], "seed": 3}
         c, s = math.cos(angle), math.sin(angle)
         U = torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
@@ -315,7 +316,7 @@ def criterion_check(state: Mapping[str, Any]) -> dict[str, Any]:
         cases.append({"state": case, "numbers": numbers})
     return {"cases": cases}
 
-# %% ../nbs/appendix/27_live.ipynb #n37
+# %% ../nbs/appendix/27_live.ipynb #314aa522
 SPECTRUM = [20.0, 5.0, 1.0, 0.3, 0.1, -0.2]
 
 
@@ -342,7 +343,7 @@ def march_check(state: Mapping[str, Any]) -> dict[str, Any]:
         cases.append({"state": case, "every": _EVERY, "spectra": spectra[::_EVERY]})
     return {"cases": cases}
 
-# %% ../nbs/appendix/27_live.ipynb #n39
+# %% ../nbs/appendix/27_live.ipynb #f576e38e
 def climb_check(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return ten steps with the inverse of H, and ten with that of |H|, from three points of a saddle.
 
@@ -364,32 +365,26 @@ def climb_check(state: Mapping[str, Any]) -> dict[str, Any]:
         cases.append({"state": case, **paths})
     return {"cases": cases}
 
-# %% ../nbs/appendix/27_live.ipynb #n41
+# %% ../nbs/appendix/27_live.ipynb #4c43e486
 def pole_check(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the best P at six curvatures for products that the library has damped, in both ways.
+    """Return the best P at six curvatures for products that the library has damped, in both ways and not at all.
 
     Args:
-        state: the settings of the exhibit "pole"; only the damping is read.
+        state: the settings of the exhibit "pole"; its damping and noise are read.
     """
     c = torch.tensor([-0.87, -0.413, -0.137, 0.051, 0.4, 1.0], dtype=torch.float64)
     one, none, cases = torch.ones_like(c), torch.zeros_like(c), []
-    for kind in DAMPING_KINDS:
-        parts = [
-            damp([c * v], [v], [u], state["damping"], kind)[0]
-            for v, u in ((one, none), (none, one))
-        ]
-        moment = torch.diag(parts[0].square() + parts[1].square())
+    for kind in (*DAMPING_KINDS, "none"):
+        level = 0.0 if kind == "none" else state["damping"]
+        way = "nonconvex" if kind == "none" else kind
+        parts = [damp([c * v], [v], [u], level, way)[0] for v, u in ((one, none), (none, one))]
+        moment = torch.diag(parts[0].square() + parts[1].square() + state["noise"] ** 2)
         gains = optimal_preconditioner(moment).diagonal().tolist()
-        case = {
-            "kind": kind,
-            "damping": state["damping"],
-            "curvatures": c.tolist(),
-            "gains": gains,
-        }
-        cases.append(case)
+        settings = {key: state[key] for key in ("damping", "noise")}
+        cases.append({"kind": kind, **settings, "curvatures": c.tolist(), "gains": gains})
     return {"cases": cases}
 
-# %% ../nbs/appendix/27_live.ipynb #n44
+# %% ../nbs/appendix/27_live.ipynb #fdbb354b
 EXHIBITS: dict[str, dict[str, Any]] = {
     "race": {
         "surface": "valley",
@@ -405,15 +400,15 @@ EXHIBITS: dict[str, dict[str, Any]] = {
     },
     "criterion": {
         "angle": 0.5,
-        "along": 0.1,
-        "products": 0.04,
-        "gradients": 0.09,
+        "along": 0.05,
+        "products": 0.1,
+        "gradients": 0.05,
         "start": [1.2, 0.3],
         "seed": 1,
     },
     "march": {"step": 0.1, "noise": 0.0, "seed": 5, "t": 300},
     "climb": {"condition": 4.0, "angle": 0.6, "start": [0.35, 0.35]},
-    "pole": {"damping": 0.1, "curvature": -0.14},
+    "pole": {"damping": 0.1, "noise": 0.0, "curvature": -0.14},
 }
 _CHECKS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "race": race_check,

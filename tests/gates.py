@@ -108,19 +108,16 @@ class Cell:
 
     @property
     def is_exhibit(self) -> bool:
-        """True if the cell ends by showing what `explore` returns."""
+        """True if the cell ends by showing what `explore` or `live` returns."""
         match self.tree.body:
-            case [*_, ast.Expr(ast.Call(ast.Name("explore")))]:
+            case [*_, ast.Expr(ast.Call(ast.Name("explore" | "live")))]:
                 return True
         return False
 
     @property
     def is_live(self) -> bool:
-        """True if the cell ends by showing what `live` returns."""
-        match self.tree.body:
-            case [*_, ast.Expr(ast.Call(ast.Name("live")))]:
-                return True
-        return False
+        """True if the exhibit computes in the page."""
+        return self.is_exhibit and "live" in self.names
 
     @property
     def names(self) -> set[str]:

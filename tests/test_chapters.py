@@ -145,8 +145,8 @@ def sections(page: Page, book: list[Page]) -> Iterator[str]:
         yield "no figure"
     if is_experiment(page):
         return
-    if not any(cell.is_exhibit or cell.is_live for cell in section(page, "Touch")):
-        yield "Touch has no cell that calls explore or live"
+    if not any(cell.is_exhibit for cell in section(page, "Touch")):
+        yield "Touch has no cell that calls explore"
     for heading in ("Touch", "Break"):
         if not any(cell.has_assert for cell in section(page, heading)):
             yield f"{heading} asserts nothing"
@@ -446,9 +446,9 @@ def figures(page: Page, book: list[Page]) -> Iterator[str]:
 
 
 def exhibits(page: Page, book: list[Page]) -> Iterator[str]:
-    """The cell of an exhibit is the call of `explore` or `live` alone."""
+    """The cell of an exhibit is the call of `explore` alone."""
     for cell in page.code:
-        if (cell.is_exhibit or cell.is_live) and len(cell.tree.body) > 1:
+        if cell.is_exhibit and len(cell.tree.body) > 1:
             yield f"{cell}: a cell that shows an exhibit is that call alone"
 
 

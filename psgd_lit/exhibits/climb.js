@@ -54,7 +54,7 @@ export function render({ model, el }) {
   }
   function draw() {
     for (const part of parts) part.sync();
-    const [c, w, h] = sheet($(".lv-map")), [to, from] = scales(BOX, w, h), start = to(get("start")), cell = 8;
+    const [c, w, h] = sheet($(".lv-map")), [to, from] = scales(BOX, w, h), start = to(get("start")), cell = 4;
     c.drawImage(ground, 0, 0, w, h);
     c.fillStyle = `${ink("newton")}38`;
     for (let X = 0; X < w; X += cell) for (let Y = 0; Y < h; Y += cell) if (p.climbs(...from(X + cell / 2, Y + cell / 2))) c.fillRect(X, Y, cell, cell);
@@ -67,7 +67,7 @@ export function render({ model, el }) {
     }
     const ends = { newton: "Newton", psgd: "|H|⁻¹" };
     for (const name in ends) { const [X, Y] = to(found[name][STEPS]); note(c, ends[name], X + 9, Y + (name === "psgd" ? -9 : 18), ink); }
-    note(c, "drag me", start[0] + 16, start[1] + 4, ink);
+    note(c, "drag me", start[0], start[1] - 18, ink, "center");
     const loss = name => p.f(...found[name][STEPS]).toFixed(3), [x, y] = get("start");
     const text = `${p.climbs(x, y) ? "Here Newton's step points uphill." : "Here Newton's step points downhill."} From the loss ${p.f(x, y).toFixed(3)}, Newton's method ends at ${loss("newton")} and the inverse of |H| at ${loss("psgd")}.`;
     if ($(".lv-say").textContent !== text) $(".lv-say").textContent = text;

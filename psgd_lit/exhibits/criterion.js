@@ -41,7 +41,7 @@ export function render({ model, el }) {
   const state = () => Object.fromEntries(["angle", "along", "products", "gradients", "start", "seed"].map(key => [key, get(key)]));
   const curve = s => (s === 50 ? 0.001 : Math.sign(s - 50) * ((s - 50) / 50) ** 2); // finer near 0, which no inverse has
   const sliders = $(".lv-sliders"), parts = [
-    slider(sliders, model, { name: "curvature along", key: "along", to: curve, from: v => 50 + 50 * Math.sign(v) * Math.sqrt(Math.abs(v)), show: v => v.toFixed(2) }),
+    slider(sliders, model, { name: "curvature", key: "along", to: curve, from: v => 50 + 50 * Math.sign(v) * Math.sqrt(Math.abs(v)), show: v => v.toFixed(2) }),
     slider(sliders, model, { name: "angle", key: "angle", to: s => (s * Math.PI) / 100, from: v => (v * 100) / Math.PI, show: v => `${Math.round((v * 180) / Math.PI)}°` }),
     slider(sliders, model, { name: "noise in Hv", key: "products", ...noise }),
     slider(sliders, model, { name: "noise in g", key: "gradients", ...noise }),

@@ -68,7 +68,7 @@ export function render({ model, el }) {
   let ink = inks(el), found = null;
   const sliders = $(".lv-sliders"), parts = [
     slider(sliders, model, { name: "step of Q", key: "step", to: s => 10 ** (-2 + s * 0.017), from: v => (Math.log10(v) + 2) / 0.017, show: v => v.toPrecision(2) }),
-    slider(sliders, model, { name: "noise in Hv", key: "noise", to: s => (s / 50) ** 3, from: v => 50 * Math.cbrt(v), show: v => v.toPrecision(2) }),
+    slider(sliders, model, { name: "noise in Hv", key: "noise", to: s => (s / 50) ** 3, from: v => 50 * Math.cbrt(v), show: v => (v === 0 ? "0" : v.toPrecision(2)) }),
     player($(".lv-player"), model, { last, show: t => `${t} probes`, say: $(".lv-say"), seconds: 6 }),
   ];
   const again = add(sliders, "button", { type: "button", className: "lv-button", textContent: "Other Hessian, other probes" });
@@ -78,7 +78,7 @@ export function render({ model, el }) {
     found = march({ step: get("step"), noise: get("noise"), seed: get("seed") });
   }
   function drawMatrix() {
-    const [c, w, h] = sheet($(".lv-map")), M = found.matrices[get("t")], side = Math.min(w, h - 20) / N;
+    const [c, w, h] = sheet($(".lv-map")), M = found.matrices[get("t")], side = (Math.min(w, h - 20) - 1) / N;
     c.fillStyle = ink("ink");
     c.fillText("entries of QHQᵀ: blue positive, red negative", 2, 12);
     M.forEach((row, i) => row.forEach((x, j) => { // the area of a square is the size of the entry, 1 fills its place
