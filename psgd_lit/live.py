@@ -343,9 +343,9 @@ def march_check(state: Mapping[str, Any]) -> dict[str, Any]:
         cases.append({"state": case, "every": _EVERY, "spectra": spectra[::_EVERY]})
     return {"cases": cases}
 
-# %% ../nbs/appendix/27_live.ipynb #f576e38e
+# %% ../nbs/appendix/27_live.ipynb #5ed75c6d
 def climb_check(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ten steps with the inverse of H, and ten with that of |H|, from three points of a saddle.
+    """Return ten steps with `H^-1`, and ten with `|H|^-1`, from three points of a saddle.
 
     Args:
         state: the settings of the exhibit "climb": condition, angle and start.
