@@ -107,12 +107,22 @@ class Cell:
         return any(kind.startswith("image/") for output in self.outputs for kind in output.get("data", {}))
 
     @property
-    def is_exhibit(self) -> bool:
-        """True if the cell ends by showing what `explore` returns."""
+    def shown_by(self) -> str:
+        """The name of the function whose result the cell ends by showing; empty if it ends in another way."""
         match self.tree.body:
-            case [*_, ast.Expr(ast.Call(ast.Name("explore")))]:
-                return True
-        return False
+            case [*_, ast.Expr(ast.Call(ast.Name(name)))]:
+                return name
+        return ""
+
+    @property
+    def is_exhibit(self) -> bool:
+        """True if the cell ends by showing what `explore` or `live` returns."""
+        return self.shown_by in {"explore", "live"}
+
+    @property
+    def is_live(self) -> bool:
+        """True if that is an exhibit which computes in the page."""
+        return self.shown_by == "live"
 
     @property
     def names(self) -> set[str]:

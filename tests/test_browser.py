@@ -88,6 +88,26 @@ def exhibit_faults(exhibit: Locator, where: str) -> Iterator[str]:
             yield f"{where}: slider {number} shows a broken picture"
 
 
+AGREEMENT = 1e-9
+"""How far the numbers that a live exhibit computes may be from the library's."""
+
+
+def live_faults(exhibit: Locator, where: str) -> Iterator[str]:
+    """A live exhibit has compared itself with the library, agrees, says so, and has drawn."""
+    agrees = exhibit.locator(".lv-agrees")
+    if agrees.count() != 1:
+        yield f"{where} compares itself with nothing"
+        return
+    difference = float(agrees.get_attribute("data-difference") or "inf")
+    if not difference < AGREEMENT:
+        yield f"{where} differs from the library by {difference:.0e}"
+    if "agrees with psgd_lit to" not in agrees.inner_text():
+        yield f"{where} doesn't say that it agrees"
+    empty = "e => !e.getContext('2d').getImageData(0, 0, e.width, e.height).data.some(x => x)"
+    if any(canvas.evaluate(empty) for canvas in exhibit.locator("canvas").all()):
+        yield f"{where} has an empty picture"
+
+
 STICKING_OUT = """limit => {
   const clips = e => e && (getComputedStyle(e).overflowX !== "visible" || clips(e.parentElement));
   const out = e => e.getBoundingClientRect().right > limit + 1 && !clips(e.parentElement?.closest("body *"));
@@ -163,8 +183,8 @@ def watch(page: Page) -> list[str]:
     return found
 
 
-def faults(browser: Browser, path: Path, exhibits: int) -> list[str]:
-    """All that is wrong with a page that should have so many exhibits, in a browser without a network."""
+def faults(browser: Browser, path: Path, exhibits: int, live: int = 0) -> list[str]:
+    """All that is wrong with a page that should have so many exhibits of each kind, in a browser without a network."""
     context = browser.new_context(offline=True, viewport=DESK)
     page = context.new_page()
     page.set_default_timeout(PATIENCE)
@@ -176,6 +196,11 @@ def faults(browser: Browser, path: Path, exhibits: int) -> list[str]:
         found.append(f"{roots.count()} exhibits on the page, and {exhibits} in the notebook")
     for number, exhibit in enumerate(roots.all(), 1):
         found += exhibit_faults(exhibit, f"exhibit {number}")
+    roots = page.locator("[data-live]")
+    if roots.count() != live:
+        found.append(f"{roots.count()} live exhibits on the page, and {live} in the notebook")
+    for number, exhibit in enumerate(roots.all(), 1):
+        found += live_faults(exhibit, f"live exhibit {number}")
     found += overflow_faults(page)
     found += width_faults(page)
     context.close()
@@ -189,7 +214,8 @@ def test_page_works(notebook: Path, browser: Browser) -> None:
     """The page works offline: nothing is requested, formulas are typeset, sliders turn, nothing sticks out."""
     path = HTML / notebook.relative_to(ROOT).with_suffix(".html")
     assert path.exists(), f"{short(path)} is missing; run `make book`"
-    report(faults(browser, path, sum(cell.is_exhibit for cell in read_page(notebook).code)))
+    shown = [cell.is_live for cell in read_page(notebook).code if cell.is_exhibit]
+    report(faults(browser, path, exhibits=shown.count(False), live=shown.count(True)))
 
 
 # The gate can fail -----------------------------------------------------------------------------------------------
@@ -208,7 +234,10 @@ input.addEventListener("input", () => {{
   output.textContent = input.value;
   image.src = [{", ".join(f'"{picture}"' for picture in PICTURES)}][input.value];
 }});
-</script></body></html>"""
+</script>
+<div data-live="race"><canvas></canvas>
+<p class="lv-agrees" data-difference="2e-14">It agrees with psgd_lit to 2e-14.</p></div>
+<script>document.querySelector("canvas").getContext("2d").fillRect(0, 0, 9, 9)</script></body></html>"""
 
 
 SPOILED = [
@@ -266,6 +295,13 @@ SPOILED = [
     (PICTURES[1], "data:image/png;base64,AAAA", "slider 1 shows a broken picture"),
     ('type="range"', 'type="number"', "1 pictures and 0 sliders"),
     ("<label>angle", "<label></label>angle", "slider 1 has no label"),
+    ('data-difference="2e-14"', 'data-difference="2e-8"', "live exhibit 1 differs from the library by 2e-08"),
+    ('data-difference="2e-14"', 'data-difference="NaN"', "live exhibit 1 differs from the library by nan"),
+    ('data-difference="2e-14"', "", "live exhibit 1 differs from the library by inf"),
+    ("It agrees with", "It differs from", "live exhibit 1 doesn't say that it agrees"),
+    ('class="lv-agrees"', 'class="agrees"', "live exhibit 1 compares itself with nothing"),
+    (".fillRect(0, 0, 9, 9)", "", "live exhibit 1 has an empty picture"),
+    ('data-live="race"', 'data-dead="race"', "0 live exhibits on the page, and 1 in the notebook"),
     ('class="explore"', 'class="picture"', "0 exhibits on the page, and 1 in the notebook"),
 ]
 
@@ -278,5 +314,5 @@ def test_browser_gate(old: str, new: str, complaint: str, browser: Browser, tmp_
     assert old in GOOD
     path = tmp_path / "page.html"
     path.write_text(GOOD.replace(old, new))
-    found = "\n".join(faults(browser, path, exhibits=1))
+    found = "\n".join(faults(browser, path, exhibits=1, live=1))
     assert complaint in found if complaint else found == ""

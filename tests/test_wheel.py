@@ -19,6 +19,7 @@ from test_library import modules
 
 NOT_FOR_USERS = {
     "IPython",
+    "anywidget",
     "execnb",
     "fastcore",
     "ipywidgets",
@@ -34,6 +35,8 @@ NOT_FOR_USERS = {
 """What the book needs and the library must not."""
 
 EXTRA = "psgd_lit[viz]"
+SHOWING = ("psgd_lit.live", "psgd_lit.viz")
+"""What shows pictures, and needs the extra for it."""
 UNBUILT = (".*", "_build", "build", "dist", "*.egg-info", "__pycache__", "nbs", "tests")
 
 
@@ -94,23 +97,25 @@ def content_faults(wheel: Path, version: str) -> Iterator[str]:
         if not any(re.fullmatch(pattern, name) for name in names):
             yield f"the wheel holds no {pattern}"
     yield from (f"the wheel holds {name}" for name in names if not re.match(r"psgd_lit(/|-)", name))
-    missing = {path.relative_to(LIBRARY.parent).as_posix() for path in modules(LIBRARY).values()} - set(names)
+    shipped = [*modules(LIBRARY).values(), *LIBRARY.glob("exhibits/*")]
+    missing = {path.relative_to(LIBRARY.parent).as_posix() for path in shipped} - set(names)
     yield from (f"the wheel lacks {name}" for name in sorted(missing))
 
 
 def import_faults(python: Path, names: list[str], folder: Path) -> Iterator[str]:
-    """Every module imports without the book's tools; the drawing module names the extra that it needs."""
+    """Every module imports without the book's tools; those that show something name the extra that they need."""
     for name in sorted(NOT_FOR_USERS):
         if run(
             python, f"import importlib.util as u, sys; sys.exit(u.find_spec({name!r}) is not None)", folder
         ).returncode:
             yield f"{name} is there, so this environment proves nothing"
-    done = run(python, "\n".join(f"import {name}" for name in names if not name.endswith(".viz")), folder)
+    done = run(python, "\n".join(f"import {name}" for name in names if name not in SHOWING), folder)
     if done.returncode:
         yield f"an import fails: {done.stderr.strip().splitlines()[-1]}"
-    last_line = run(python, "import psgd_lit.viz", folder).stderr.strip().split("\n")[-1]
-    if not last_line.startswith("ImportError") or EXTRA not in last_line:
-        yield f"importing psgd_lit.viz should raise an ImportError that names {EXTRA}; it says {last_line!r}"
+    for name in SHOWING:
+        last_line = run(python, f"import {name}", folder).stderr.strip().split("\n")[-1]
+        if not last_line.startswith("ImportError") or EXTRA not in last_line:
+            yield f"importing {name} should raise an ImportError that names {EXTRA}; it says {last_line!r}"
 
 
 def example_faults(python: Path, text: str, folder: Path) -> Iterator[str]:

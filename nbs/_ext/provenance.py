@@ -16,7 +16,7 @@ from book_ext import split_directives
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = "nbs/written.json"
-DATA = {"results": "nbs/results", "claims": "nbs/claims.toml"}
+DATA = {"results": "nbs/results", "claims": "nbs/claims.toml", "exhibits": "psgd_lit/exhibits"}
 """Files that a page may read, by the word without which neither it nor the library can name them."""
 
 
@@ -89,7 +89,8 @@ def digest(path: Path, root: Path = ROOT) -> str:
     parts = [text, *(f"{name}\n{code[name]}" for name in sorted(code))]
     total = hashlib.sha256("\0".join(parts).encode())
     named = [place for word, place in DATA.items() if word in every]
-    for one in files(["constraints.txt", "psgd_lit", *named], root):
+    everywhere = [one for one in files(["constraints.txt", "psgd_lit"], root) if one.parent.name != "exhibits"]
+    for one in [*everywhere, *files(named, root)]:
         if one.suffix not in {".py", ".pyc"}:
             total.update(one.read_bytes())
     return total.hexdigest()[:16]

@@ -1,0 +1,348 @@
+"""Exhibits that compute, in a real browser: their arithmetic is the library's, and every reader can use them."""
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psgd_lit.live import _CHECKS, EXHIBITS, bundle, live, normals, static_page
+
+try:
+    from playwright.sync_api import Browser, Page
+except ImportError:
+    pytest.skip("no browser tests: playwright is not installed; say `pip install playwright`", allow_module_level=True)
+
+import itertools
+
+from test_browser import AGREEMENT, PATIENCE, PHONE, browser, live_faults, watch
+
+__all__ = ["browser"]
+
+SHELL = """<!doctype html><html lang="en" data-theme="{theme}"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width"><title>Exhibit</title><style>
+html[data-theme=dark] {{ --pst-color-text-base: #ced6dd; --pst-color-background: #121212; background: #121212 }}
+body {{ margin: 1rem }}</style></head><body>{body}</body></html>"""
+ROOT = "[data-live]"
+Opener = Callable[..., Page]
+exhibit = functools.cache(live)
+
+
+@pytest.fixture
+def open_page(browser: Browser, tmp_path: Path) -> Iterator[Opener]:
+    """A function that opens exhibits in a page of their own, offline; in the end, nothing may have gone wrong."""
+    contexts, found, requests = [], list[list[str]](), list[str]()
+
+    def opened(*names: str, theme: str = "light", settings: Mapping[str, Any] | None = None, **options: Any) -> Page:
+        shown = [replace(exhibit(name), state={**exhibit(name).state, **(settings or {})}) for name in names]
+        pages = [static_page(one.name, one.state, one.check) for one in shown]
+        path = tmp_path / "page.html"
+        path.write_text(SHELL.format(theme=theme, body="".join(pages)), encoding="utf-8")
+        contexts.append(browser.new_context(**{"offline": True, "viewport": {"width": 900, "height": 1000}, **options}))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(PATIENCE)
+        found.append(watch(page))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(path.as_uri())
+        page.locator(".lv-agrees[data-difference]").first.wait_for()
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert found == [[] for _ in contexts]
+    assert all(url.startswith("file:") and url.endswith("page.html") for url in requests)
+
+
+def get(page: Page, key: str) -> Any:
+    """A setting of the first exhibit."""
+    return page.evaluate("key => document.querySelector('[data-live]').model.get(key)", key)
+
+
+def put(page: Page, **settings: Any) -> None:
+    """Change settings of the first exhibit, as Python would."""
+    page.evaluate(
+        "all => Object.entries(all).forEach(e => document.querySelector('[data-live]').model.set(...e))", settings
+    )
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def pictures(page: Page) -> list[str]:
+    """What the canvases of the first exhibit show."""
+    return page.locator(ROOT).first.evaluate("e => [...e.querySelectorAll('canvas')].map(c => c.toDataURL())")
+
+
+def middle(page: Page, name: str) -> tuple[float, float]:
+    """The middle of a part."""
+    box = page.locator(name).first.bounding_box()
+    assert box is not None
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
+# Arithmetic ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compute(browser: Browser) -> Iterator[Callable[[str, str, Any], Any]]:
+    """A function that calls a function of an exhibit's module in the browser."""
+    context = browser.new_context(offline=True)
+    page = context.new_page()
+    page.goto("about:blank")
+    for name in EXHIBITS:
+        code = bundle(name).replace("export default { render };", f"window.{name} = {{ check, normals }};")
+        page.add_script_tag(content=code, type="module")
+        page.wait_for_function(f"window.{name}")
+    yield lambda name, function, value: page.evaluate(f"value => {name}.{function}(value)", value)
+    context.close()
+
+
+def test_random_numbers_agree(compute: Callable[[str, str, Any], Any], browser: Browser) -> None:
+    """Both languages draw the same numbers, for small and large seeds."""
+    for seed in (0, 1, 99, 2**31, 2**32 - 1):
+        page = browser.new_page()
+        page.add_script_tag(
+            content=bundle("race").split("/** The largest")[0].replace("function", "window.normals = function")
+        )
+        mine = page.evaluate("seed => { const z = normals(seed); return Array.from({ length: 200 }, z) }", seed)
+        page.close()
+        assert max(abs(a - b) for a, b in zip(mine, normals(seed, 200).tolist(), strict=True)) < 1e-13
+
+
+def other(state: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The settings with other numbers: another seed, and each number that may be any a little larger."""
+    turned = {key: value + 0.1 * number for key, value in state.items() if type(value) is float}
+    return {**state, **turned, **({"seed": state["seed"] + number} if "seed" in state else {})}
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_arithmetic_agrees(name: str, compute: Callable[[str, str, Any], Any]) -> None:
+    """What the page computes is what the library computes, at other settings than the page's own too."""
+    assert 0 < compute(name, "check", exhibit(name).check) < AGREEMENT
+    for number in (1, 2):
+        reference = _CHECKS[name](other(EXHIBITS[name], number))
+        assert 0 < compute(name, "check", reference) < AGREEMENT
+
+
+def leaves(value: Any) -> Iterator[tuple[list[Any], int]]:
+    """All places in nested lists and tables where a list holds a fraction: the list and the place in it."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        if isinstance(inner, float) and isinstance(value, list):
+            yield value, key
+        yield from leaves(inner)
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_agreement_can_fail(name: str, compute: Callable[[str, str, Any], Any]) -> None:
+    """Each number that the library gives is compared: changed in the sixth digit, it is seen."""
+    whole = json.loads(json.dumps(exhibit(name).check))
+    places = list(leaves(whole))
+    for container, key in places[:: max(1, len(places) // 40)]:
+        kept, container[key] = container[key], container[key] + 1e-5 * (1 + abs(container[key]))
+        assert compute(name, "check", whole) > AGREEMENT
+        container[key] = kept
+
+
+# Every reader ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_exhibit_is_whole(name: str, theme: str, open_page: Opener) -> None:
+    """On a phone, in both themes, it agrees, is as wide as the screen, and each part has a name and a size to touch."""
+    page = open_page(name, theme=theme, viewport=PHONE)
+    assert list(live_faults(page.locator(ROOT), name)) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert (
+        page.evaluate("[...document.querySelectorAll('input')].filter(e => !e.labels[0]?.textContent.trim()).length")
+        == 0
+    )
+    assert page.evaluate(
+        "[...document.querySelectorAll('canvas')].every(e => e.getAttribute('aria-label')?.length > 20)"
+    )
+    small = "[...document.querySelectorAll('button, label, .lv-grip')].filter(e => e.offsetHeight < 24).length"
+    assert page.evaluate(small) == 0
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_theme_changes_pictures(name: str, open_page: Opener) -> None:
+    """A change of theme draws again."""
+    page = open_page(name)
+    before = pictures(page)
+    page.evaluate("document.documentElement.dataset.theme = 'dark'")
+    put(page)
+    assert all(a != b for a, b in zip(before, pictures(page), strict=True))
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_every_control_works_by_keyboard(name: str, open_page: Opener) -> None:
+    """Each slider changes a picture and says its value, and each radio button chooses."""
+    page = open_page(name)
+    for control in page.locator(f"{ROOT} input[type=range]:enabled").all():
+        before, said = pictures(page), control.get_attribute("aria-valuetext")
+        control.press("Home")
+        control.press("ArrowRight")
+        put(page)
+        assert pictures(page) != before
+        assert control.get_attribute("aria-valuetext") != said
+    for control in page.locator(f"{ROOT} input[type=radio]").all():
+        control.focus()
+        control.press("Space")
+        put(page)
+        assert control.is_checked()
+
+
+GRIPS = [name for name in EXHIBITS if "start" in EXHIBITS[name]]
+
+
+@pytest.mark.parametrize("name", GRIPS)
+def test_drag_with_mouse(name: str, open_page: Opener) -> None:
+    """The mouse drags the point, and a click brings it to a place; it doesn't leave the map."""
+    page = open_page(name)
+    before, shown = get(page, "start"), pictures(page)
+    x, y = middle(page, ".lv-grip")
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x - 60, y + 40, steps=4)
+    page.mouse.up()
+    put(page)
+    after = get(page, "start")
+    assert after[0] < before[0]
+    assert after[1] < before[1]
+    assert pictures(page) != shown
+    page.mouse.click(*middle(page, ".lv-map"))
+    put(page)
+    box = middle(page, ".lv-grip"), middle(page, ".lv-map")
+    assert max(abs(a - b) for a, b in zip(*box, strict=True)) < 2
+    page.mouse.down()
+    page.mouse.move(-50, -50)
+    page.mouse.up()
+    put(page)
+    edge = page.locator(".lv-map").bounding_box()
+    assert edge is not None
+    assert abs(middle(page, ".lv-grip")[0] - edge["x"]) < 2
+
+
+@pytest.mark.parametrize("name", GRIPS)
+def test_drag_with_finger(name: str, open_page: Opener) -> None:
+    """A finger drags the point, taps a place, and scrolls the page when it moves over the map."""
+    page = open_page(name, viewport=PHONE, has_touch=True)
+    touch = page.context.new_cdp_session(page)
+
+    def swipe(x: float, y: float, dx: float, dy: float) -> None:
+        for kind, way in (("touchStart", 0), ("touchMove", 0.5), ("touchMove", 1)):
+            points = [{"x": x + way * dx, "y": y + way * dy}]
+            touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+        put(page)
+
+    before = get(page, "start")
+    swipe(*middle(page, ".lv-grip"), -50, 30)
+    dragged = get(page, "start")
+    assert dragged[0] < before[0]
+    assert dragged[1] < before[1]
+    assert page.evaluate("scrollY") == 0
+    x, y = middle(page, ".lv-map")
+    swipe(x + 90, y + 60, 0, -120)
+    assert get(page, "start") == dragged
+    page.touchscreen.tap(*middle(page, ".lv-map"))
+    put(page)
+    assert get(page, "start") != dragged
+
+
+@pytest.mark.parametrize("name", GRIPS)
+def test_move_with_keys(name: str, open_page: Opener) -> None:
+    """The arrow keys move the point, with shift five times as far, and a screen reader hears where it is."""
+    page = open_page(name)
+    grip = page.locator(".lv-grip")
+    places = [get(page, "start")]
+    for key in ("ArrowLeft", "ArrowDown", "Shift+ArrowLeft"):
+        grip.press(key)
+        put(page)
+        places.append(get(page, "start"))
+    left, down, far = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(places)]
+    assert left[0] < 0 == left[1]
+    assert down[1] < 0 == down[0]
+    assert abs(far[0] / left[0] - 5) < 1e-9
+    x, y = places[-1]
+    assert grip.get_attribute("aria-valuetext") == f"x {x:.2f}, y {y:.2f}"
+
+
+PLAYED = [name for name in EXHIBITS if "t" in EXHIBITS[name]]
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_play_step_reset(name: str, open_page: Opener) -> None:
+    """Play moves by itself, to the end; pause holds, step goes one on, reset goes back."""
+    page = open_page(name, settings={"t": 0})
+    assert get(page, "t") == 0
+    page.get_by_role("button", name="Play").click()
+    page.wait_for_function("document.querySelector('[data-live]').model.get('t') > 3")
+    page.get_by_role("button", name="Pause").click()
+    held = get(page, "t")
+    page.wait_for_timeout(150)
+    assert get(page, "t") == held
+    page.get_by_role("button", name="Step").click()
+    assert get(page, "t") == held + 1
+    page.get_by_role("button", name="Reset").click()
+    assert get(page, "t") == 0
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_reduced_motion(name: str, open_page: Opener) -> None:
+    """Who asks for less motion gets none: nothing starts, and play shows the end at once."""
+    own = {"autoplay": True} if "autoplay" in EXHIBITS[name] else {}
+    page = open_page(name, settings={"t": 0, **own}, reduced_motion="reduce")
+    page.wait_for_timeout(150)
+    assert get(page, "t") == 0
+    page.get_by_role("button", name="Play").click()
+    assert get(page, "t") == EXHIBITS[name]["t"]
+    assert page.get_by_role("button", name="Pause").count() == 0
+
+
+def test_autoplay(open_page: Opener) -> None:
+    """The race of the landing page starts by itself, and can be paused."""
+    page = open_page("race", settings={"t": 0, "autoplay": True})
+    page.wait_for_function("document.querySelector('[data-live]').model.get('t') > 3")
+    page.get_by_role("button", name="Pause").click()
+    assert get(page, "t") < 120
+
+
+def test_race_is_tuned(open_page: Opener) -> None:
+    """Rates are said, follow the problem, and time counted in gradients gives the cheap methods more steps."""
+    page = open_page("race")
+    said = page.locator(".lv-legend").inner_text()
+    assert said.count("rate ") == 5
+    assert said.count("memory ") == 2
+    assert "step of Q" in said
+    put(page, surface="rosenbrock", start=[-1.0, 1.0])
+    assert page.locator(".lv-legend").inner_text() != said
+    before = page.locator(".lv-say").inner_text()
+    page.get_by_label("gradients", exact=True).check()
+    put(page)
+    after = page.locator(".lv-say").inner_text()
+    assert get(page, "t") == 360
+    assert "after 360 gradients" in after
+    assert "after 120 steps" in before
+    assert page.locator(".lv-condition input").is_disabled()
+
+
+def test_methods_can_be_left_out(open_page: Opener) -> None:
+    """A method that isn't chosen isn't run, and none may be."""
+    page = open_page("race")
+    for box in page.locator(".lv-legend input").all():
+        box.uncheck()
+        put(page)
+    assert get(page, "methods") == []
+    assert "no method is chosen" in page.locator(".lv-say").inner_text()
+
+
+def test_two_exhibits_on_a_page(open_page: Opener) -> None:
+    """Each takes its own place, and they don't hear one another."""
+    page = open_page("race", "race")
+    assert page.locator(".lv-agrees[data-difference]").count() == 2
+    put(page, angle=0.1)
+    assert page.evaluate("document.querySelectorAll('[data-live]')[1].model.get('angle')") == 0.6
