@@ -21,6 +21,7 @@ from psgd_lit.closures import (
     carry_graphs,
     drop_graphs,
     histories,
+    is_sharded,
     run_closure,
     warn_if_batches_are_lost,
     warn_if_changed,
@@ -93,14 +94,26 @@ def active_parameters(
     ]
 
 # %% ../nbs/appendix/06_derivatives.ipynb #cfe0d58b
-def check_parameters(params: Iterable[Tensor]) -> None:
+_SHARDED = (
+    "the parameters are sharded (DTensor, as FSDP2's fully_shard makes them), and PSGD needs them whole: use "
+    'psgd_lit.sharding.SharedPSGD, with the same arguments and hvp="whiten" or "approx"'
+)
+
+
+def check_parameters(params: Iterable[Tensor], sharded: bool = False) -> None:
     """Check that parameters can be updated in place, and begin to watch where their gradients come from.
 
+    Args:
+        params: the parameters.
+        sharded: whether they may be sharded.
+
     Raises:
-        ValueError: if one was made in inference mode, or has entries that share memory.
+        ValueError: if one is sharded, was made in inference mode, or has entries that share memory.
     """
     params = list(params)
     for p in params:
+        if is_sharded(p) and not sharded:
+            raise ValueError(_SHARDED)
         if p.is_inference():
             raise ValueError(
                 "a parameter was made in inference mode and can't be trained: make the model outside inference_mode()"

@@ -408,6 +408,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
     _buckets: Buckets | None = None
+    _takes_shards = False
 
     def __init__(
         self,
@@ -446,7 +447,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
             group |= {name: plain(value) for name, value in group.items()}
             check_settings(group, head)
             group["blocks"] = checked_blocks(group["blocks"])
-            check_parameters(group["params"])
+            check_parameters(group["params"], self._takes_shards)
             check_trainable(group["params"])
             Buckets(self.param_groups, self.state)  # refuses a preconditioner that doesn't fit
         except BaseException:
