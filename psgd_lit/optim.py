@@ -247,18 +247,18 @@ Pairs = Mapping[Tensor, tuple[Tensor, Tensor]]
 def damped_pairs(
     groups: Sequence[dict[str, Any]],
     pairs: Pairs,
-    every: Sequence[Tensor],
+    draw: Callable[[int], Mapping[Tensor, Tensor]],
 ) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
     """Return probes and products by parameter, the products damped as the param group of each parameter says.
 
     Args:
         groups: the param groups.
         pairs: the pairs (v, h) by parameter.
-        every: all parameters that are trained, for which noise is drawn from a stream that no probe uses.
+        draw: draws probes by parameter at an iteration, and here the noise, from a stream that no probe uses.
     """
     noise: dict[Tensor, Tensor] = {}
     if pairs and any(group["damping"] for group in groups):
-        noise = draw_by_parameter(every, groups[0]["seed"], groups[0]["t"] + 2**31)
+        noise = dict(draw(groups[0]["t"] + 2**31))
     probes = {p: v for p, (v, _) in pairs.items()}
     products = {p: h for p, (_, h) in pairs.items()}
     for group in groups:
@@ -493,13 +493,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         Raises:
             RuntimeError: if the Hessian-vector product that is due cannot be had in this way.
         """
-        head = self.param_groups[0]
-        for group in self.param_groups:
-            check_settings(group, head, read=False)
-        if word := word_of_trouble(head):
-            warnings.warn(word, stacklevel=6)
-        if is_read(head["t"]):
-            self.buckets.look()
+        head = self._begin()
         every, params = active_parameters(
             self.param_groups, closure is None and self.process_group is None
         )
@@ -525,6 +519,17 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
                 self._change(gradient, pairs, every, number(found.loss))
         return found.loss
 
+    def _begin(self) -> dict[str, Any]:
+        """Check the settings, warn of trouble, and return the first param group, before a step."""
+        head = self.param_groups[0]
+        for group in self.param_groups:
+            check_settings(group, head, read=False)
+        if word := word_of_trouble(head):
+            warnings.warn(word, stacklevel=7)
+        if is_read(head["t"]):
+            self.buckets.look()
+        return head
+
     def _only_makes_state(self, params: list[Tensor]) -> bool:
         """Whether this is the step by which torch's distributed checkpoints make the state: no graph, and `lr` 0."""
         if self.param_groups[0]["hvp"] == "whiten" or any(
@@ -543,7 +548,9 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         """Compute all that a step changes, and then change it, so that an error leaves nothing half done."""
         groups, buckets = self.param_groups, self.buckets
         active = buckets.active(gradient)
-        probed = damped_pairs(groups, pairs, every)
+        probed = damped_pairs(
+            groups, pairs, partial(draw_by_parameter, every, groups[0]["seed"])
+        )
         ready = [begun(bucket, gradient, probed) for _, bucket in active]
         means = averages(groups, self.state, gradient)
         moves, finite = planned_moves(groups, active, ready, gradient, means)
