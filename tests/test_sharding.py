@@ -277,7 +277,7 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = dist.FileStore(str(Path(folder) / "store"), RANKS)
-    seconds = datetime.timedelta(seconds=60)
+    seconds = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=seconds)
     done = do_all(rank, Path(folder))
     torch.save(done, Path(folder) / f"{rank}.pt")
@@ -299,7 +299,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(240)
+        worker.join(900)
     assert [worker.exitcode for worker in workers] == [0] * RANKS
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
