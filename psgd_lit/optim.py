@@ -474,9 +474,10 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         A last line tells of dropped fits, if there are any.
         """
         table = describe_choices(sum(self.buckets.choices, []), names_of(self.param_groups))
-        dropped = self.dropped_fits
         return table + (
-            f"\ndropped fits: {dropped} in {self.param_groups[0]['t']} steps" if dropped else ""
+            f"\ndropped fits: {n} in {self.param_groups[0]['t']} steps"
+            if (n := self.dropped_fits)
+            else ""
         )
 
     @_disable_dynamo  # torch.compile leaves a step as it is
@@ -532,11 +533,9 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
 
     def _only_makes_state(self, params: list[Tensor]) -> bool:
         """Whether this is the step by which torch's distributed checkpoints make the state: no graph, and `lr` 0."""
-        if self.param_groups[0]["hvp"] == "whiten" or any(
-            p.grad is not None and p.grad.requires_grad for p in params
-        ):
-            return False
-        return not any(group["lr"] for group in self.param_groups)
+        graphs = (p.grad.requires_grad for p in params if p.grad is not None)
+        learns = self.param_groups[0]["hvp"] == "whiten" or any(graphs)
+        return not (learns or any(group["lr"] for group in self.param_groups))
 
     def _change(
         self,
@@ -569,9 +568,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         for move in moves:
             move.make()
         buckets.keep(states)
-        for p, mean in means.items():
-            self.state[p]["momentum"] = mean
-        for p, entries in kept.items():
+        new = [(p, {"momentum": mean}) for p, mean in means.items()]
+        for p, entries in [*new, *kept.items()]:
             self.state[p] |= entries
         for group in groups:
             group |= counts

@@ -3,7 +3,8 @@
 # %% auto #0
 __all__ = ['CHUNK', 'Lots', 'Team', 'team_of', 'assigned', 'costs_of', 'owners_of', 'normal', 'all_to_all', 'to_owners',
            'from_owners', 'here', 'Ledger', 'shard_derivatives', 'Sharing', 'check_shareable', 'bad_signs',
-           'shared_factor', 'vectors', 'Plan', 'planned', 'local_moves', 'owned_entries', 'SharedPSGD']
+           'shared_factor', 'vectors', 'Plan', 'planned', 'local_moves', 'owned_entries', 'OwnedState',
+           'derivatives_here', 'SharedPSGD']
 
 # %% ../nbs/optimizer/08_several_machines.ipynb #c0000002
 import math
@@ -177,14 +178,14 @@ def assigned(costs: Sequence[float], loads: Sequence[float]) -> list[int]:
 def _work(group: Group, dimensions: tuple[int, ...]) -> int:
     return update_cost(group, dimensions).work
 
-
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000020
 def costs_of(choices: Sequence[Choice]) -> list[float]:
     """Return what each block costs: its part of the work of all in a fit, and of the entries of their Q."""
     work = [c.block.batch * _work(c.group, c.block.shape) for c in choices]
     entries = [c.numel for c in choices]
     return [w / sum(work) + n / sum(entries) for w, n in zip(work, entries, strict=True)]
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000021
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000023
 def owners_of(groups: Iterable[Mapping[str, Any]], ranks: int) -> dict[Tensor, int]:
     """Return the owner of each parameter: that of its block, frozen or not; later param groups change no earlier owner."""
     loads, owner = [0.0] * ranks, dict[Tensor, int]()
@@ -196,7 +197,7 @@ def owners_of(groups: Iterable[Mapping[str, Any]], ranks: int) -> dict[Tensor, i
             owner |= {p: rank for p in choice.block.params if p.numel()}
     return owner
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000024
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000026
 CHUNK = 2**20
 
 
@@ -224,7 +225,7 @@ def normal(
         )
     return torch.cat(parts)[first - start * chunk : last - start * chunk].to(p.dtype)
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000027
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000029
 def all_to_all(parcels: Sequence[Tensor], sizes: Sequence[int], group: Any) -> list[Tensor]:
     """Send a vector to each rank, and return what each rank has sent.
 
@@ -238,7 +239,7 @@ def all_to_all(parcels: Sequence[Tensor], sizes: Sequence[int], group: Any) -> l
     dist.all_to_all_single(theirs, mine, list(sizes), list(map(len, parcels)), group=group)
     return list(torch.split(theirs, list(sizes)))
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000032
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000034
 Lots = Sequence[Sequence[Tensor]]
 
 
@@ -283,7 +284,7 @@ def to_owners(
     total = torch.stack([arrived[r][0] for r in told]).sum() / team.parts
     return [{p: (x[p] / total).view(p.shape) for p in mine} for x in whole]
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000035
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000037
 def from_owners(
     team: Team, lots: Lots, values: Mapping[Tensor, Tensor], like: Tensor
 ) -> dict[Tensor, Tensor]:
@@ -311,12 +312,12 @@ def from_owners(
         )
     return found
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000038
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000040
 def here(x: Tensor) -> Tensor:
     """Return what this process holds of a tensor: the shard of a sharded one, all of a whole one."""
     return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000041
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000043
 _NO_BACKWARD = (
     "no gradient has reached the {} trainable parameters, which are sharded: call opt.step(closure) with a closure that "
     "calls zero_grad(), computes the loss by the sharded model, calls backward() and returns the loss"
@@ -362,7 +363,7 @@ class Ledger:
                 p.grad = g
         return [None if p.grad is None else here(p.grad) for p in self._params]
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000044
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000046
 def shard_derivatives(
     closure: Callable[[], Any] | None, params: Sequence[Tensor], probe: Sequence[Tensor] | None
 ) -> Derivatives:
@@ -392,7 +393,7 @@ def shard_derivatives(
         loss, _, product = hvp_approx(closure, shards, probe, evaluate=ledger.run)
     return Derivatives(loss, ledger.settle(), product)
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000047
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000049
 class Sharing(NamedTuple):
     """Who holds what.
 
@@ -420,7 +421,7 @@ class Sharing(NamedTuple):
         shape = {p: p.shape if whole else here(p).shape for p in cuts}
         return {p: normal(p, place[p], cut, seed, t).view(shape[p]) for p, cut in cuts.items()}
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000050
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000052
 def check_shareable(groups: Iterable[Mapping[str, Any]]) -> None:
     """Check the settings that ranks cannot share, or that sharded parameters lack.
 
@@ -445,7 +446,7 @@ def check_shareable(groups: Iterable[Mapping[str, Any]]) -> None:
                 '"whiten", or "approx" with a closure that calls backward()'
             )
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000053
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000055
 def bad_signs(loss: Any, overflow: Tensor | None, like: Tensor) -> Tensor:
     """Return how many signs of an undefined step there are: a loss that is not finite, an overflow that a scaler found."""
     signs = [] if overflow is None else [overflow > 0]
@@ -457,7 +458,7 @@ def bad_signs(loss: Any, overflow: Tensor | None, like: Tensor) -> Tensor:
         ]
     ).sum()
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000055
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000057
 def shared_factor(
     team: Team,
     lengths: Iterable[Tensor],
@@ -489,7 +490,7 @@ def shared_factor(
     factor: Tensor = (most / step.sqrt()).clamp(max=1.0)  # eq-clipping
     return factor.where(step.isfinite() & (bad == 0), 0.0)
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000058
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000060
 def vectors(
     params: Sequence[Tensor], tensors: Sequence[Tensor | None], factor: Any, like: Tensor
 ) -> dict[Tensor, Tensor]:
@@ -510,7 +511,7 @@ def vectors(
         for p, x in pairs
     }
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000061
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000063
 class Plan(NamedTuple):
     """What a rank has computed for the blocks that it owns.
 
@@ -528,7 +529,7 @@ class Plan(NamedTuple):
     finite: Tensor
     dropped: Tensor
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000063
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000065
 def planned(
     optimizer: PSGD,
     gradient: Mapping[Tensor, Tensor],
@@ -563,7 +564,7 @@ def planned(
     steps = {p: step for move in moves for p, step in zip(move.params, move.steps, strict=True)}
     return Plan(steps, states, means, finite, dropped)
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000066
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000068
 def local_moves(
     groups: Iterable[Mapping[str, Any]], steps: Mapping[Tensor, Tensor], finite: Tensor
 ) -> list[Move]:
@@ -587,7 +588,7 @@ def local_moves(
         moves.append(Move(held, None if decay is None else 1 - decay, changes))
     return moves
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000069
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000071
 _OWNER = "owner"  # says in the state of a block, on all ranks, that it has begun
 
 
@@ -623,27 +624,9 @@ def owned_entries(
                 mine |= {key: entry} if entry else {}
     return mine, begun
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000072
-_WEIGHT = (
-    "weight must be positive and finite, and 1 where fully_shard has averaged before, not {!r}; there multiply the loss of "
-    "this rank by its batch over the mean batch"
-)
-
-
-class SharedPSGD(PSGD):
-    """PSGD whose blocks are shared out: each has an owner among the ranks, which alone holds and fits its Q.
-
-    Arguments are those of `PSGD`. Parameters are sharded by `fully_shard`, on a mesh of one dimension or with copies of
-    the shards (HSDP), or every rank has them in full and gives `process_group`. With sharded ones `hvp` is "whiten" or
-    "approx", and `step` takes a closure that calls `backward()`, or, for "whiten", none after `backward()`. With whole
-    ones `step` is called as that of `PSGD` with a process group, and averages.
-
-    A state that `torch.distributed.checkpoint` has saved can be loaded by another number of ranks;
-    `whole_state_dict` gives the state of one process.
-
-    Raises:
-        ValueError: if the ranks cannot share the fit in this way; the message says what can be had.
-    """
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000074
+class OwnedState(PSGD):
+    """PSGD that holds the state of the blocks that this rank owns, and no other; `SharedPSGD` adds the step."""
 
     _takes_shards = True
     _sharing: tuple[Any, Sharing] | None = None
@@ -670,8 +653,10 @@ class SharedPSGD(PSGD):
 
     def describe(self) -> str:
         """Return the table of `PSGD` with the rank that owns each block."""
-        blocks = [choice.block for choices in self.buckets.choices for choice in choices]
-        owner = self.sharing.owner
+        owner, blocks = (
+            self.sharing.owner,
+            [c.block for choices in self.buckets.choices for c in choices],
+        )
         ranks = [next(str(owner[p]) for p in block.params if p in owner) for block in blocks]
         lines = super().describe().splitlines()
         width = max(map(len, lines[: len(ranks) + 1]))
@@ -685,6 +670,81 @@ class SharedPSGD(PSGD):
         raise RuntimeError(
             "diagnostics are of one process, and here each rank has some of the blocks: use PSGD for them"
         )
+
+    def _mark(self, firsts: Iterable[Tensor]) -> None:
+        """Say on all ranks which blocks have begun."""
+        for p in firsts:
+            self.state[p].setdefault(_OWNER, torch.tensor(self.sharing.owner.get(p, 0)))
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Return the state of all blocks on the first rank, in the CPU's memory, and {} on others; all ranks call it.
+
+        Every rank loads it by `load_state_dict`, and `PSGD` does too.
+        """
+        team, saved = self.sharing.team, self.state_dict()
+        mine, _ = owned_entries(saved, self.param_groups, self.sharing)
+        mine = {
+            key: {name: x.cpu() for name, x in entry.items()} for key, entry in mine.items()
+        }
+        found: list[Any] = [None] * team.size
+        first = dist.get_global_rank(team.group, 0)
+        dist.gather_object(mine, found if team.rank == 0 else None, first, team.group)
+        entries = (
+            {} if team.rank else {key: entry for part in found for key, entry in part.items()}
+        )
+        return {} if team.rank else {**saved, "state": entries}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this rank owns of a state of this class, or of `PSGD`, as that class does."""
+        mine, begun = owned_entries(state_dict, self.param_groups, self.sharing)
+        super().load_state_dict({**state_dict, "state": mine})
+        self._mark(begun)
+
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000077
+def derivatives_here(
+    sharing: Sharing,
+    head: Mapping[str, Any],
+    closure: Callable[[], Any] | None,
+    params: list[Tensor],
+    asks: bool,
+) -> Derivatives:
+    """Return what this rank knows of the loss, with the product along a probe if one is asked for.
+
+    Args:
+        sharing: who holds what.
+        head: a param group, with `hvp`, `seed` and `t`.
+        closure: returns the loss, or None.
+        params: those that are trained.
+        asks: whether a product is asked for that is not the gradient itself.
+    """
+    drawn = sharing.probes(params, head["seed"], head["t"], whole=False) if asks else {}
+    probe = [drawn[p] for p in params] if asks else None
+    if sharing.team.averaged:
+        return shard_derivatives(closure, params, probe)
+    derive = stored_derivatives if closure is None else partial(closure_derivatives, closure)
+    return derive(params, probe, head["hvp"])
+
+# %% ../nbs/optimizer/08_several_machines.ipynb #c0000080
+_WEIGHT = (
+    "weight must be positive and finite, and 1 where fully_shard has averaged before, not {!r}; there multiply the loss of "
+    "this rank by its batch over the mean batch"
+)
+
+
+class SharedPSGD(OwnedState):
+    """PSGD whose blocks are shared out: each has an owner among the ranks, which alone holds and fits its Q.
+
+    Arguments are those of `PSGD`. Parameters are sharded by `fully_shard`, on a mesh of one dimension or with copies of
+    the shards (HSDP), or every rank has them in full and gives `process_group`. With sharded ones `hvp` is "whiten" or
+    "approx", and `step` takes a closure that calls `backward()`, or, for "whiten", none after `backward()`. With whole
+    ones `step` is called as that of `PSGD` with a process group, and averages.
+
+    A state that `torch.distributed.checkpoint` has saved can be loaded by another number of ranks;
+    `whole_state_dict` gives the state of one process.
+
+    Raises:
+        ValueError: if the ranks cannot share the fit in this way; the message says what can be had.
+    """
 
     @_disable_dynamo
     @torch.no_grad()
@@ -706,7 +766,9 @@ class SharedPSGD(PSGD):
         if not 0 < weight < math.inf or (team.averaged and weight != 1):
             raise ValueError(_WEIGHT.format(weight))
         learns = self.due and not (closure is None and self._only_makes_state(params))
-        found = self._derivatives(closure, params, learns and head["hvp"] != "whiten")
+        found = derivatives_here(
+            self.sharing, head, closure, params, learns and head["hvp"] != "whiten"
+        )
         asks = learns and head["hvp"] == "exact"
         factor = (-1.0 if head["maximize"] else 1.0) / (
             1.0 if closure is not None else amp_scale(self, asks)
@@ -715,40 +777,25 @@ class SharedPSGD(PSGD):
             self._share(params, found, weight, factor, learns)
         return found.loss
 
-    def _derivatives(
-        self, closure: Callable[[], Any] | None, params: list[Tensor], asks: bool
-    ) -> Derivatives:
-        """Return what this rank knows of the loss, with the product along a probe if one is asked for."""
-        head, sharing = self.param_groups[0], self.sharing
-        drawn = sharing.probes(params, head["seed"], head["t"], whole=False) if asks else {}
-        probe = [drawn[p] for p in params] if asks else None
-        if sharing.team.averaged:
-            return shard_derivatives(closure, params, probe)
-        derive = (
-            stored_derivatives if closure is None else partial(closure_derivatives, closure)
-        )
-        return derive(params, probe, head["hvp"])
-
     def _share(
         self, params: list[Tensor], found: Derivatives, weight: float, factor: Any, learns: bool
     ) -> None:
         """Let the owners compute what the step changes, and then change it, so that an error leaves nothing half done."""
-        head, sharing = self.param_groups[0], self.sharing
-        given = [found.gradient] if found.product is None else [found.gradient, found.product]
+        head, (team, _) = self.param_groups[0], self.sharing
         like = here(params[0]).new_empty(0, dtype=state_dtype(params))
+        lots, given = self.sharing.lots(params), [x for x in found[1:] if x is not None]
         values = [vectors(params, tensors, factor, like) for tensors in given]
-        lots = sharing.lots(params)
-        gradient, *_, product = [*to_owners(sharing.team, lots, values, like, weight)] * 2
-        draw = partial(sharing.probes, gradient, head["seed"], whole=True)
+        gradient, *_, product = [*to_owners(team, lots, values, like, weight)] * 2
+        draw = partial(self.sharing.probes, gradient, head["seed"], whole=True)
         pairs = {
             p: (v.to(like), product[p]) for p, v in (draw(head["t"]) if learns else {}).items()
         }
         bad = bad_signs(found.loss, getattr(self, "found_inf", None), like)
         held, count = [here(p) for p in params], sum(p.numel() for p in params)
-        clip = partial(shared_factor, sharing.team, held=held, count=count, head=head, bad=bad)
+        clip = partial(shared_factor, team, held=held, count=count, head=head, bad=bad)
         plan = planned(self, gradient, pairs, draw, clip)
-        steps = from_owners(sharing.team, lots, plan.steps, like)
-        dropped = sharing.team.total(plan.dropped.double()) > 0 if learns else plan.dropped
+        steps = from_owners(team, lots, plan.steps, like)
+        dropped = team.total(plan.dropped.double()) > 0 if learns else plan.dropped
         for move in local_moves(self.param_groups, steps, plan.finite):
             move.make()
         self._keep(plan, {"t": 1, "skipped": ~plan.finite, "dropped": dropped}, found.loss)
@@ -767,31 +814,3 @@ class SharedPSGD(PSGD):
         )
         for group in self.param_groups:
             group |= known
-
-    def _mark(self, firsts: Iterable[Tensor]) -> None:
-        """Say on all ranks which blocks have begun."""
-        for p in firsts:
-            self.state[p].setdefault(_OWNER, torch.tensor(self.sharing.owner.get(p, 0)))
-
-    def whole_state_dict(self) -> dict[str, Any]:
-        """Return the state of all blocks on the first rank, in the CPU's memory, and {} on others; all ranks call it.
-
-        Every rank loads it by `load_state_dict`, and `PSGD` does too.
-        """
-        team, saved = self.sharing.team, self.state_dict()
-        mine, _ = owned_entries(saved, self.param_groups, self.sharing)
-        mine = {
-            key: {name: x.cpu() for name, x in entry.items()} for key, entry in mine.items()
-        }
-        found: list[Any] = [None] * team.size
-        first = dist.get_global_rank(team.group, 0)
-        dist.gather_object(mine, found if team.rank == 0 else None, first, team.group)
-        if team.rank:
-            return {}
-        return {**saved, "state": {key: entry for part in found for key, entry in part.items()}}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this rank owns of a state of this class, or of `PSGD`, as that class does."""
-        mine, begun = owned_entries(state_dict, self.param_groups, self.sharing)
-        super().load_state_dict({**state_dict, "state": mine})
-        self._mark(begun)
