@@ -504,8 +504,9 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         fits = self.due and not (closure is None and self._only_makes_state(params))
         drawn = draw_by_parameter(every, head["seed"], head["t"]) if fits else {}
         probe = [drawn[p] for p in params] if fits else None
-        needs_graph = fits and head["hvp"] != "whiten"
-        scale = 1.0 if closure is not None else amp_scale(self, needs_graph)
+        scale = (
+            1.0 if closure is not None else amp_scale(self, fits and head["hvp"] != "whiten")
+        )
         derive = (
             stored_derivatives if closure is None else partial(closure_derivatives, closure)
         )
