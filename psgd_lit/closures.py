@@ -89,12 +89,12 @@ class History:
         """Take note that what is in `.grad` has lost its graph."""
         self._whole, self._left = False, self._now()
 
-# %% ../nbs/appendix/05_closures.ipynb #new0570521
+# %% ../nbs/appendix/05_closures.ipynb #53bc3ef3
 def is_sharded(p: Tensor) -> bool:
     """Whether a parameter is a DTensor, of which this process may hold a part, as FSDP2's `fully_shard` makes it."""
     return hasattr(p, "placements")
 
-# %% ../nbs/appendix/05_closures.ipynb #bb6abbc1
+# %% ../nbs/appendix/05_closures.ipynb #0577643c
 _HISTORIES = WeakTensorKeyDictionary()
 
 

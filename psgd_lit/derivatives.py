@@ -5,7 +5,7 @@ __all__ = ['HVP', 'draw_probes', 'draw_by_parameter', 'active_parameters', 'chec
            'stored_derivatives', 'closure_derivatives', 'mean_over_ranks', 'warn_unless_averaged', 'used_derivatives',
            'amp_scale', 'without_autocast']
 
-# %% ../nbs/appendix/06_derivatives.ipynb #137ac295
+# %% ../nbs/appendix/06_derivatives.ipynb #3e34e94c
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -93,7 +93,7 @@ def active_parameters(
         p for p in every if p.requires_grad and p.numel() and not (stored and p.grad is None)
     ]
 
-# %% ../nbs/appendix/06_derivatives.ipynb #cfe0d58b
+# %% ../nbs/appendix/06_derivatives.ipynb #f177e5b9
 _SHARDED = (
     "the parameters are sharded (DTensor, as FSDP2's fully_shard makes them), and PSGD needs them whole: use "
     'psgd_lit.sharding.SharedPSGD, with the same arguments and hvp="whiten" or "approx"'

@@ -674,7 +674,8 @@ class OwnedState(PSGD):
     def _mark(self, firsts: Iterable[Tensor]) -> None:
         """Say on all ranks which blocks have begun."""
         for p in firsts:
-            self.state[p].setdefault(_OWNER, torch.tensor(self.sharing.owner.get(p, 0)))
+            if _OWNER not in self.state[p]:
+                self.state[p][_OWNER] = torch.tensor(self.sharing.owner.get(p, 0))
 
     def whole_state_dict(self) -> dict[str, Any]:
         """Return the state of all blocks on the first rank, in the CPU's memory, and {} on others; all ranks call it.
