@@ -5,7 +5,7 @@ __all__ = ['HVP', 'draw_probes', 'draw_by_parameter', 'active_parameters', 'chec
            'stored_derivatives', 'closure_derivatives', 'mean_over_ranks', 'warn_unless_averaged', 'used_derivatives',
            'amp_scale', 'without_autocast']
 
-# %% ../nbs/appendix/06_derivatives.ipynb #137ac295
+# %% ../nbs/appendix/06_derivatives.ipynb #3e34e94c
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +21,7 @@ from psgd_lit.closures import (
     carry_graphs,
     drop_graphs,
     histories,
+    is_sharded,
     run_closure,
     warn_if_batches_are_lost,
     warn_if_changed,
@@ -92,15 +93,27 @@ def active_parameters(
         p for p in every if p.requires_grad and p.numel() and not (stored and p.grad is None)
     ]
 
-# %% ../nbs/appendix/06_derivatives.ipynb #cfe0d58b
-def check_parameters(params: Iterable[Tensor]) -> None:
+# %% ../nbs/appendix/06_derivatives.ipynb #f177e5b9
+_SHARDED = (
+    "the parameters are sharded (DTensor, as FSDP2's fully_shard makes them), and PSGD needs them whole: use "
+    'psgd_lit.sharding.SharedPSGD, with the same arguments and hvp="whiten" or "approx"'
+)
+
+
+def check_parameters(params: Iterable[Tensor], sharded: bool = False) -> None:
     """Check that parameters can be updated in place, and begin to watch where their gradients come from.
 
+    Args:
+        params: the parameters.
+        sharded: whether they may be sharded.
+
     Raises:
-        ValueError: if one was made in inference mode, or has entries that share memory.
+        ValueError: if one is sharded, was made in inference mode, or has entries that share memory.
     """
     params = list(params)
     for p in params:
+        if is_sharded(p) and not sharded:
+            raise ValueError(_SHARDED)
         if p.is_inference():
             raise ValueError(
                 "a parameter was made in inference mode and can't be trained: make the model outside inference_mode()"

@@ -252,18 +252,18 @@ Pairs = Mapping[Tensor, tuple[Tensor, Tensor]]
 def damped_pairs(
     groups: Sequence[dict[str, Any]],
     pairs: Pairs,
-    every: Sequence[Tensor],
+    draw: Callable[[int], Mapping[Tensor, Tensor]],
 ) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
     """Return probes and products by parameter, the products damped as the param group of each parameter says.
 
     Args:
         groups: the param groups.
         pairs: the pairs (v, h) by parameter.
-        every: all parameters that are trained, for which noise is drawn from a stream that no probe uses.
+        draw: draws probes by parameter at an iteration, and here the noise, from a stream that no probe uses.
     """
     noise: dict[Tensor, Tensor] = {}
     if pairs and any(group["damping"] for group in groups):
-        noise = draw_by_parameter(every, groups[0]["seed"], groups[0]["t"] + 2**31)
+        noise = dict(draw(groups[0]["t"] + 2**31))
     probes = {p: v for p, (v, _) in pairs.items()}
     products = {p: h for p, (_, h) in pairs.items()}
     for group in groups:
@@ -414,6 +414,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
     _buckets: Buckets | None = None
+    _takes_shards = False
 
     def __init__(
         self,
@@ -452,7 +453,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
             group |= {name: plain(value) for name, value in group.items()}
             check_settings(group, head)
             group["blocks"] = checked_blocks(group["blocks"])
-            check_parameters(group["params"])
+            check_parameters(group["params"], self._takes_shards)
             check_trainable(group["params"])
             Buckets(self.param_groups, self.state)  # refuses a preconditioner that doesn't fit
         except BaseException:
@@ -479,9 +480,10 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         A last line tells of dropped fits, if there are any.
         """
         table = describe_choices(sum(self.buckets.choices, []), names_of(self.param_groups))
-        dropped = self.dropped_fits
         return table + (
-            f"\ndropped fits: {dropped} in {self.param_groups[0]['t']} steps" if dropped else ""
+            f"\ndropped fits: {n} in {self.param_groups[0]['t']} steps"
+            if (n := self.dropped_fits)
+            else ""
         )
 
     @_disable_dynamo  # torch.compile leaves a step as it is
@@ -498,13 +500,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         Raises:
             RuntimeError: if the Hessian-vector product that is due cannot be had in this way.
         """
-        head = self.param_groups[0]
-        for group in self.param_groups:
-            check_settings(group, head, read=False)
-        if word := word_of_trouble(head):
-            warnings.warn(word, stacklevel=6)
-        if is_read(head["t"]):
-            self.buckets.look()
+        head = self._begin()
         every, params = active_parameters(
             self.param_groups, closure is None and self.process_group is None
         )
@@ -514,8 +510,9 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         fits = self.due and not (closure is None and self._only_makes_state(params))
         drawn = draw_by_parameter(every, head["seed"], head["t"]) if fits else {}
         probe = [drawn[p] for p in params] if fits else None
-        needs_graph = fits and head["hvp"] != "whiten"
-        scale = 1.0 if closure is not None else amp_scale(self, needs_graph)
+        scale = (
+            1.0 if closure is not None else amp_scale(self, fits and head["hvp"] != "whiten")
+        )
         derive = (
             stored_derivatives if closure is None else partial(closure_derivatives, closure)
         )
@@ -530,13 +527,22 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
                 self._change(gradient, pairs, every, number(found.loss))
         return found.loss
 
+    def _begin(self) -> dict[str, Any]:
+        """Check the settings, warn of trouble, and return the first param group, before a step."""
+        head = self.param_groups[0]
+        for group in self.param_groups:
+            check_settings(group, head, read=False)
+        if word := word_of_trouble(head):
+            warnings.warn(word, stacklevel=7)
+        if is_read(head["t"]):
+            self.buckets.look()
+        return head
+
     def _only_makes_state(self, params: list[Tensor]) -> bool:
         """Whether this is the step by which torch's distributed checkpoints make the state: no graph, and `lr` 0."""
-        if self.param_groups[0]["hvp"] == "whiten" or any(
-            p.grad is not None and p.grad.requires_grad for p in params
-        ):
-            return False
-        return not any(group["lr"] for group in self.param_groups)
+        graphs = (p.grad.requires_grad for p in params if p.grad is not None)
+        learns = self.param_groups[0]["hvp"] == "whiten" or any(graphs)
+        return not (learns or any(group["lr"] for group in self.param_groups))
 
     def _change(
         self,
@@ -548,7 +554,9 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         """Compute all that a step changes, and then change it, so that an error leaves nothing half done."""
         groups, buckets = self.param_groups, self.buckets
         active = buckets.active(gradient)
-        probed = damped_pairs(groups, pairs, every)
+        probed = damped_pairs(
+            groups, pairs, partial(draw_by_parameter, every, groups[0]["seed"])
+        )
         ready = [begun(bucket, gradient, probed) for _, bucket in active]
         means = averages(groups, self.state, gradient)
         moves, finite = planned_moves(groups, active, ready, gradient, means)
@@ -567,9 +575,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         for move in moves:
             move.make()
         buckets.keep(states)
-        for p, mean in means.items():
-            self.state[p]["momentum"] = mean
-        for p, entries in kept.items():
+        new = [(p, {"momentum": mean}) for p, mean in means.items()]
+        for p, entries in [*new, *kept.items()]:
             self.state[p] |= entries
         for group in groups:
             group |= counts

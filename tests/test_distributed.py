@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from toys import fill, loss_of, network, same, states, weights
+from toys import HVP, fill, loss_of, network, same, states, weights
 
 from psgd_lit.affine import affine_blocks
 from psgd_lit.blocks import leaves
@@ -357,12 +357,22 @@ def test_every_parameter_has_an_entry_in_a_distributed_checkpoint(by, options, n
     assert same(weights(net), weights(twin))
 
 
+@pytest.mark.parametrize("hvp", HVP)
 @pytest.mark.usefixtures("alone")
-def test_exact_products_of_sharded_parameters_are_refused():
-    """FSDP2 computes with other tensors than the optimizer holds: an error, and no step is counted."""
+def test_sharded_parameters_are_refused_with_the_way_out(hvp):
+    """FSDP2 computes with other tensors than the optimizer holds."""
     net = network()
     fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="SharedPSGD"):
+        PSGD(net.parameters(), hvp=hvp)
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_that_are_sharded_later_have_no_gradient():
+    """An optimizer that was made before the model was sharded holds tensors that the loss no longer uses."""
+    net = network()
     opt = PSGD(net.parameters())
+    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(RuntimeError, match="uses none of the optimizer's 4 trainable parameters"):
         opt.step(lambda: loss_of(net))
     assert opt.param_groups[0]["t"] == 0

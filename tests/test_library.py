@@ -56,6 +56,7 @@ FLOORS = {
     "quality": 4,
     "regularization": 0,
     "settings": 3,
+    "sharding": 4,
     "viz": None,
 }
 """The floor of each module, without `psgd_lit.`; theory and drawing (None) import none and are imported by none."""
