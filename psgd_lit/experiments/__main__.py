@@ -23,6 +23,7 @@ from psgd_lit.experiments.runner import (
     load_results,
     train,
 )
+from .tuning import add_tuned
 
 # %% ../../nbs/appendix/19_plan.ipynb #14013ac2
 _GRADIENT_ONLY = ("sgd", "rmsprop", "adam")
@@ -291,6 +292,7 @@ def parser() -> argparse.ArgumentParser:
     plan.set_defaults(command=report)
     plan.add_argument("--commands", action="store_true", help="only the commands that remain")
     add_contest(commands)
+    add_tuned(commands)
     return main
 
 # %% ../../nbs/appendix/19_plan.ipynb #700aab02
