@@ -86,7 +86,7 @@ def tuned(trials: Iterable[Run], results: Iterable[Result]) -> float | None:
 COMPARISONS = {
     "mnist": Comparison("mnist_cnn", batch=64, images=76_800),
     "mnist-1024": Comparison("mnist_cnn", batch=1024, images=76_800),
-    "autoencoder": Comparison("cifar_autoencoder", batch=128, images=115_200),
+    "autoencoder": Comparison("cifar_autoencoder", batch=64, images=115_200),
 }
 
 # %% ../../nbs/evidence/07_mnist.ipynb #2fe18de3
