@@ -316,6 +316,7 @@ _ROWS = {  # SGD, RMSProp, every method with a preconditioner
     "xor_rnn": (Step(0.01, 1.0), 5e-4, Step(0.01, 1.0)),
     "xor_lstm": (Step(0.01, 1.0), 5e-4, Step(0.02, 1.0)),
     "mnist_cnn": (Step(0.05, math.inf), 2e-4, Step(0.02, 10.0)),
+    "cifar_cnn": (Step(0.05, math.inf), 5e-4, Step(0.05, 10.0)),
     "cifar_autoencoder": (Step(0.2, math.inf), 2e-4, Step(0.05, math.inf)),
 }
 _EXCEPTIONS = {
@@ -327,7 +328,7 @@ _EXCEPTIONS = {
 def step_size(problem: str, method: str) -> Step:
     """Return the step size and the threshold of a method on a problem of the experiments.
 
-    Source: the settings of the author's program, 2018; Adam's are this library's.
+    Source: the settings of the author's program, 2018, and of the paper for Experiment 4; Adam's are this library's.
 
     Raises:
         KeyError: if the problem is unknown.
