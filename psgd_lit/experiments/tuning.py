@@ -65,7 +65,7 @@ class Comparison(NamedTuple):
         usual = step_size(self.problem, method).lr
         return [self.run(method, TUNING_SEED, factor * usual, SHARE) for factor in GRID]
 
-# %% ../../nbs/evidence/07_mnist.ipynb #5a383168
+# %% ../../nbs/evidence/07_mnist.ipynb #929b2c40
 def tuned(trials: Iterable[Run], results: Iterable[Result]) -> float | None:
     """Return the step size of the trial with the lowest training loss, or None if a trial isn't over or all diverged.
 
@@ -74,13 +74,14 @@ def tuned(trials: Iterable[Run], results: Iterable[Result]) -> float | None:
         results: where they are looked up.
     """
     over = {result.run: result for result in results if result.state != "running"}
-    found = [over[trial] for trial in trials if trial in over]
+    wanted = list(trials)
+    found = [over[trial] for trial in wanted if trial in over]
     ends = {
         result.train_loss: float(result.run.settings["lr"])
         for result in found
         if result.train_loss is not None and result.state != "diverged"
     }
-    return ends[min(ends)] if ends and len(found) == len(list(trials)) else None
+    return ends[min(ends)] if ends and len(found) == len(wanted) else None
 
 # %% ../../nbs/evidence/07_mnist.ipynb #6ea23ca9
 COMPARISONS = {
@@ -89,7 +90,7 @@ COMPARISONS = {
     "autoencoder": Comparison("cifar_autoencoder", batch=64, images=115_200),
 }
 
-# %% ../../nbs/evidence/07_mnist.ipynb #e8e263ba
+# %% ../../nbs/evidence/07_mnist.ipynb #2fd6ab7b
 def standing(comparison: Comparison, folder: Path | str) -> dict[tuple[str, int], Result]:
     """Return the runs of a comparison that are over, by method and seed.
 
@@ -102,7 +103,7 @@ def standing(comparison: Comparison, folder: Path | str) -> dict[tuple[str, int]
     """
     results, trials = load_results(folder), load_results(Path(folder) / "tuning")
     over = {result.run: result for result in results if result.state != "running"}
-    found = {}
+    found: dict[tuple[str, int], Result] = {}
     for method in METHODS:
         lr = tuned(comparison.trials(method), trials)
         runs = [comparison.run(method, seed, lr) for seed in SEEDS] if lr else []
