@@ -246,7 +246,7 @@ def known_settings(method: str) -> dict[str, type]:
     defaults = {name: p.default for name, p in parameters.items() if name not in _OF_THE_RUN}
     defaults |= PAPER if method in PRECONDITIONERS else {}
     scalar = {n: type(value) for n, value in defaults.items() if isinstance(value, float | str)}
-    return {"batch": int, "lr": float, **scalar}
+    return {"batch": int, "dtype": str, "lr": float, **scalar}
 
 # %% ../../nbs/appendix/14_methods.ipynb #7f33c1e2
 def read_setting(name: str, kind: type, value: Any) -> Any:
@@ -295,6 +295,8 @@ def checked_settings(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("batch", "lr", "max_norm"):
         if settings.get(name, 1) <= 0:
             raise ValueError(f"{name} must be above 0, and is {as_text(settings[name])}")
+    if settings.get("dtype", "float32") not in ("float32", "float64"):
+        raise ValueError(f"dtype must be float32 or float64, and is {settings['dtype']}")
     return settings
 
 # %% ../../nbs/appendix/14_methods.ipynb #47c33b88
