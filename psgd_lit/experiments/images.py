@@ -5,7 +5,7 @@ __all__ = ['View', 'Measure', 'NAME_IT', 'GIVE_IT_BACK', 'PIECE', 'IMAGE_PROBLEM
            'shifted_view', 'plain_view', 'warped_view', 'convolve', 'deconvolve', 'draw_matrices', 'DigitNetwork',
            'ColourNetwork', 'Autoencoder', 'Question', 'ImageProblem']
 
-# %% ../../nbs/evidence/06_images.ipynb #f490d804
+# %% ../../nbs/evidence/06_images.ipynb #7855dece
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -114,7 +114,7 @@ def plain_view(images: Tensor, source: torch.Generator | None) -> Tensor:
     """
     return images.float() / 128 - 1
 
-# %% ../../nbs/evidence/06_images.ipynb #new1502087
+# %% ../../nbs/evidence/06_images.ipynb #6497e79e
 def warped_view(images: Tensor, source: torch.Generator | None) -> Tensor:
     """Return images with colours from -1 to 1, zoomed and shifted at random unless the source is None.
 
@@ -190,7 +190,7 @@ class DigitNetwork:
             x = avg_pool2d(x, 2) if k % 2 else x
         return x.flatten(1) @ params[4][:, :-1].t() + params[4][:, -1]
 
-# %% ../../nbs/evidence/06_images.ipynb #new1783376
+# %% ../../nbs/evidence/06_images.ipynb #bf8d2fdc
 class ColourNetwork:
     """A convolutional network as in Experiment 4, for colour images of 32 pixels.
 
@@ -255,7 +255,7 @@ GIVE_IT_BACK = Question(
     error=lambda output, batch: squared_error(output, batch.inputs),
 )
 
-# %% ../../nbs/evidence/06_images.ipynb #141e3fd8
+# %% ../../nbs/evidence/06_images.ipynb #0a20a725
 @dataclass(frozen=True)
 class ImageProblem:
     """A question about images, and how large the steps are.
@@ -310,7 +310,7 @@ class ImageProblem:
 
 PIECE = 500  # test images that are in memory at once with all their features
 
-# %% ../../nbs/evidence/06_images.ipynb #e83e4046
+# %% ../../nbs/evidence/06_images.ipynb #aac89da2
 IMAGE_PROBLEMS = {
     "mnist_cnn": ImageProblem(
         partial(kept_images, "mnist"), DigitNetwork(), NAME_IT, shifted_view, 128, 50_000

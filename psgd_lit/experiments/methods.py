@@ -236,7 +236,7 @@ def make_optimizer(
     settings |= {"hvp": hvp, "update_every": update_every, "seed": seed}
     return PSGD(params, lr, preconditioner=PRECONDITIONERS[method], **PAPER | settings)
 
-# %% ../../nbs/appendix/14_methods.ipynb #c825b662
+# %% ../../nbs/appendix/14_methods.ipynb #a85c114d
 _OF_THE_RUN = ("preconditioner", "hvp", "update_every", "seed", "maximize")
 
 
@@ -280,7 +280,7 @@ def as_text(value: float | str) -> str:
     """Return the text of a setting, without the zero of a whole number."""
     return str(value).removesuffix(".0")
 
-# %% ../../nbs/appendix/14_methods.ipynb #4e35d7d3
+# %% ../../nbs/appendix/14_methods.ipynb #f264ce64
 def checked_settings(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in the order of their names, each as a value of its type.
 
@@ -311,7 +311,7 @@ class Step(NamedTuple):
     lr: float
     max_norm: float
 
-# %% ../../nbs/appendix/14_methods.ipynb #71c4e950
+# %% ../../nbs/appendix/14_methods.ipynb #ff0b2741
 _ROWS = {  # SGD, RMSProp, every method with a preconditioner
     "addition_rnn": (Step(0.02, 1.0), 2e-4, Step(0.02, 1.0)),
     "addition_lstm": (Step(0.01, 1.0), 1e-4, Step(0.05, 1.0)),

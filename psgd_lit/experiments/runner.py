@@ -41,7 +41,7 @@ from psgd_lit.experiments.records import (
 )
 from .sequences import PROBLEMS, SequenceProblem
 
-# %% ../../nbs/appendix/16_runner.ipynb #aeb028e9
+# %% ../../nbs/appendix/16_runner.ipynb #0277ced7
 class Problem(Protocol):
     """What the runner asks of a problem.
 
@@ -178,7 +178,7 @@ def solved_at(curve: Mapping[str, Sequence[Any]], threshold: float | None) -> in
     good = all(loss < threshold and error == 0 for _, loss, error in rows)
     return int(last[0][0]) if good else None
 
-# %% ../../nbs/appendix/16_runner.ipynb #new1354032
+# %% ../../nbs/appendix/16_runner.ipynb #320f03ff
 def as_type(batch: Any, dtype: torch.dtype) -> Any:
     """Return a batch with its floating-point numbers in another type; whole numbers stay as they are.
 
@@ -189,7 +189,7 @@ def as_type(batch: Any, dtype: torch.dtype) -> Any:
     parts = (part.to(dtype) if part.is_floating_point() else part for part in batch)
     return type(batch)(*parts)
 
-# %% ../../nbs/appendix/16_runner.ipynb #f2f36e97
+# %% ../../nbs/appendix/16_runner.ipynb #a47e753f
 class Training:
     """A run in progress.
 
@@ -403,7 +403,7 @@ class Result:
         fields = json.loads(text)
         return cls(**fields | {"run": Run(**fields["run"])})
 
-# %% ../../nbs/appendix/16_runner.ipynb #344f76a6
+# %% ../../nbs/appendix/16_runner.ipynb #82504a6b
 def result_of(training: Training) -> Result:
     """Return what is known of a training now; one that is over is tested on `FINAL_SAMPLES`."""
     problem, curve, is_over = training.problem, training.curve, training.state != "running"
