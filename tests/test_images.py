@@ -47,12 +47,12 @@ def some_images(count: int, colours: int, side: int) -> Images:
     return Images(x[:count], y[:count], x[count:], y[count:])
 
 
-SMALL = {"mnist_cnn": some_images(40, 1, 28), "cifar_autoencoder": some_images(40, 3, 32)}
+SMALL = {name: some_images(40, 1, 28) if name == "mnist_cnn" else some_images(40, 3, 32) for name in IMAGE_PROBLEMS}
 
 
 @pytest.fixture
 def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two problems, with images that need no file, and small batches."""
+    """The problems, with images that need no file, and small batches."""
     for name, images in SMALL.items():
         problem = replace(IMAGE_PROBLEMS[name], load=lambda device, images=images: images.to(device), batch=4)
         monkeypatch.setitem(CATALOGUE, name, problem)
@@ -304,7 +304,7 @@ def test_batches(name: str, small_problems: None) -> None:
     assert sorted(everything.target.tolist()) == sorted(SMALL[name].y_train.tolist())
     tests = [batch.target for batch in problem.tests(1000, generator())]
     assert sorted(torch.cat(tests).tolist()) == sorted(SMALL[name].y_test.tolist())
-    assert -1 <= everything.inputs.min() < everything.inputs.max() <= 1
+    assert -1 - 1e-6 <= everything.inputs.min() < everything.inputs.max() <= 1
 
 
 def test_tests_are_not_shifted(small_problems: None) -> None:
@@ -348,6 +348,7 @@ def test_settings_of_the_author(name: str) -> None:
             make_optimizer(method, params, *step_size(name, method))
     assert step_size("mnist_cnn", "kron") == (0.02, 10.0)
     assert step_size("cifar_autoencoder", "sgd").lr == 0.2
+    assert step_size("cifar_cnn", "scan") == (0.05, 10.0)
 
 
 def words(store: Store, line: str) -> list[str]:
@@ -378,6 +379,9 @@ def test_command_line(small_problems: None, tmp_path: Path, capsys: pytest.Captu
     [
         ("run mnist_cnn --method kron", "the images 'mnist' are not in "),
         ("run cifar_autoencoder --method sgd", "the images 'cifar10' are not in "),
+        ("tuned autoencoder --method sgd --allow-dirty", "the images 'cifar10' are not in "),
+        ("tuned mnist --method ada --allow-dirty", "unknown method 'ada'"),
+        ("tuned mnst --method kron --allow-dirty", "unknown comparison 'mnst'; there are mnist, "),
         ("run mnist_cnn --method kron --length 5", "mnist_cnn has no length, and 5 was given"),
     ],
 )

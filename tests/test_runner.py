@@ -337,7 +337,10 @@ def test_missing_checkpoint(store: Store, capsys: pytest.CaptureFixture[str]) ->
         ("run xor_rnn --method kron --set damping_kind=odd", "damping_kind must be one of"),
         ("run xor_rnn --method sgd --set lr=0", "lr must be above 0"),
         ("run xor_rnn --method sgd --set batch=1.5", "batch must be a whole number, not '1.5'"),
-        ("run xor_rnn --method sgd --set momentum=0.9", "sgd has no setting 'momentum'; it has batch, lr, max_norm"),
+        (
+            "run xor_rnn --method sgd --set momentum=0.9",
+            "sgd has no setting 'momentum'; it has batch, dtype, lr, max_norm",
+        ),
         ("run xor_rnn --method adam --set max_norm=1", "adam has no setting 'max_norm'; it has batch, beta1"),
         ("run xor_rnn --method kron --set seed=1", "kron has no setting 'seed'"),
         ("run xor_rnn --method kron --set lr=1 --set lr=2", "once a name"),
@@ -611,6 +614,22 @@ def test_settings_reach_the_training(store: Store) -> None:
     assert (group["lr"], group["momentum"], group["max_norm"]) == (0.05, 0.5, 1.0)
     assert {"lr": 0.05, "momentum": 0.5, "batch": 4, "max_norm": 1.0}.items() <= second.settings.items()
     assert first.train_loss != second.train_loss
+
+
+def test_double_precision(store: Store) -> None:
+    """A run in double precision starts where the one in single precision does, stays double, and says so."""
+    run = replace(SHORT, steps=4, settings={"dtype": "float64"})
+    single, double = Training(replace(run, settings={})), Training(run)
+    assert all(torch.equal(a, b.float()) for a, b in zip(single.params, double.params, strict=True))
+    train(double, store)
+    assert {p.dtype for p in store.restore(run).params} == {torch.float64}
+    single = trained(replace(run, settings={}), 4)
+    for a, b in zip(single.params, double.params, strict=True):
+        assert torch.allclose(a.double(), b, atol=1e-4)
+        assert not torch.equal(a.double(), b)
+    result = load_result(store.results / f"{run.name}.json")
+    assert run.name.endswith("-kron-dtypefloat64-s0")
+    assert result.settings["dtype"] == "float64"
 
 
 def test_one_value_has_one_name() -> None:

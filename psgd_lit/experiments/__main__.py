@@ -4,7 +4,7 @@
 __all__ = ['Row', 'planned', 'row_of', 'by_row', 'table', 'provenance', 'comparison', 'pace_of', 'progress', 'list_all', 'run_of',
            'run_one', 'compare', 'report', 'parser', 'main']
 
-# %% ../../nbs/appendix/19_plan.ipynb #92d5f35c
+# %% ../../nbs/appendix/19_plan.ipynb #c4525a1f
 import argparse
 import statistics
 import sys
@@ -23,6 +23,7 @@ from psgd_lit.experiments.runner import (
     load_results,
     train,
 )
+from .tuning import add_tuned
 
 # %% ../../nbs/appendix/19_plan.ipynb #14013ac2
 _GRADIENT_ONLY = ("sgd", "rmsprop", "adam")
@@ -245,15 +246,14 @@ def report(store: Store, args: argparse.Namespace) -> int:
             print(f"python -m psgd_lit.experiments run {run.problem} {options}{extra} --resume")
     return 0
 
-# %% ../../nbs/appendix/19_plan.ipynb #2017c6b8
+# %% ../../nbs/appendix/19_plan.ipynb #80e1e1c8
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     main = argparse.ArgumentParser(
         "python -m psgd_lit.experiments", description="The experiments of the paper."
     )
-    in_tree = Path("nbs").is_dir()
     for name, inside in (("results", "nbs/results"), ("checkpoints", "_build/checkpoints")):
-        where = Path(inside if in_tree else name)
+        where = Path(inside if Path("nbs").is_dir() else name)
         main.add_argument(
             f"--{name}", type=Path, default=where, help=f"folder of the {name}, {where}"
         )
@@ -291,6 +291,7 @@ def parser() -> argparse.ArgumentParser:
     plan.set_defaults(command=report)
     plan.add_argument("--commands", action="store_true", help="only the commands that remain")
     add_contest(commands)
+    add_tuned(commands)
     return main
 
 # %% ../../nbs/appendix/19_plan.ipynb #700aab02

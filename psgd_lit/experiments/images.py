@@ -2,10 +2,10 @@
 
 # %% auto #0
 __all__ = ['View', 'Measure', 'NAME_IT', 'GIVE_IT_BACK', 'PIECE', 'IMAGE_PROBLEMS', 'place', 'warp', 'random_warp',
-           'shifted_view', 'plain_view', 'convolve', 'deconvolve', 'draw_matrices', 'DigitNetwork', 'Autoencoder',
-           'Question', 'ImageProblem']
+           'shifted_view', 'plain_view', 'warped_view', 'convolve', 'deconvolve', 'draw_matrices', 'DigitNetwork',
+           'ColourNetwork', 'Autoencoder', 'Question', 'ImageProblem']
 
-# %% ../../nbs/evidence/06_images.ipynb #f490d804
+# %% ../../nbs/evidence/06_images.ipynb #7855dece
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,8 @@ from torch.nn.functional import (
     conv_transpose2d,
     cross_entropy,
     grid_sample,
+    leaky_relu,
+    max_pool2d,
     pad,
 )
 
@@ -112,6 +114,19 @@ def plain_view(images: Tensor, source: torch.Generator | None) -> Tensor:
     """
     return images.float() / 128 - 1
 
+# %% ../../nbs/evidence/06_images.ipynb #6497e79e
+def warped_view(images: Tensor, source: torch.Generator | None) -> Tensor:
+    """Return images with colours from -1 to 1, zoomed and shifted at random unless the source is None.
+
+    Args:
+        images: uint8, shape `(count, colours, rows, columns)`.
+        source: where the randomness comes from.
+
+    Source: Li 2018, section V.B, Experiment 4.
+    """
+    plain = plain_view(images, None)
+    return plain if source is None else random_warp(plain, source)
+
 # %% ../../nbs/evidence/06_images.ipynb #17d03fb9
 def convolve(theta: Tensor, x: Tensor, side: int, stride: int = 1, padding: int = 0) -> Tensor:
     """Return the convolution of images with a matrix.
@@ -175,6 +190,27 @@ class DigitNetwork:
             x = avg_pool2d(x, 2) if k % 2 else x
         return x.flatten(1) @ params[4][:, :-1].t() + params[4][:, -1]
 
+# %% ../../nbs/evidence/06_images.ipynb #bf8d2fdc
+class ColourNetwork:
+    """A convolutional network as in Experiment 4, for colour images of 32 pixels.
+
+    Source: Li 2018, section V.B, Experiment 4; widths are those of a similar network in the author's program.
+    """
+
+    def init(self, source: torch.Generator) -> list[Tensor]:
+        """Draw its six matrices."""
+        shapes = [(96, 28), *[(96, 865)] * 3, (96, 25 * 96 + 1), (10, 97)]
+        return draw_matrices(shapes, source)
+
+    def __call__(self, params: Sequence[Tensor], x: Tensor) -> Tensor:
+        """Return ten numbers for each image: shape `(count, 10)`."""
+        for k, theta in enumerate(params[:4]):
+            x = leaky_relu(convolve(theta, x, 3), 0.3)
+            x = max_pool2d(x, 2) if k % 2 else x
+        hidden, last = params[4:]
+        x = leaky_relu(x.flatten(1) @ hidden[:, :-1].t() + hidden[:, -1], 0.3)
+        return x @ last[:, :-1].t() + last[:, -1]
+
 # %% ../../nbs/evidence/06_images.ipynb #965f93f9
 class Autoencoder:
     """The autoencoder of Experiment 5, for colour images of 32 pixels.
@@ -219,7 +255,7 @@ GIVE_IT_BACK = Question(
     error=lambda output, batch: squared_error(output, batch.inputs),
 )
 
-# %% ../../nbs/evidence/06_images.ipynb #141e3fd8
+# %% ../../nbs/evidence/06_images.ipynb #0a20a725
 @dataclass(frozen=True)
 class ImageProblem:
     """A question about images, and how large the steps are.
@@ -236,7 +272,7 @@ class ImageProblem:
     """
 
     load: Callable[[torch.device], Images]
-    network: DigitNetwork | Autoencoder
+    network: DigitNetwork | ColourNetwork | Autoencoder
     question: Question
     view: View
     batch: int
@@ -274,10 +310,13 @@ class ImageProblem:
 
 PIECE = 500  # test images that are in memory at once with all their features
 
-# %% ../../nbs/evidence/06_images.ipynb #e83e4046
+# %% ../../nbs/evidence/06_images.ipynb #aac89da2
 IMAGE_PROBLEMS = {
     "mnist_cnn": ImageProblem(
         partial(kept_images, "mnist"), DigitNetwork(), NAME_IT, shifted_view, 128, 50_000
+    ),
+    "cifar_cnn": ImageProblem(
+        partial(kept_images, "cifar10"), ColourNetwork(), NAME_IT, warped_view, 100, 500_000
     ),
     "cifar_autoencoder": ImageProblem(
         partial(kept_images, "cifar10"), Autoencoder(), GIVE_IT_BACK, plain_view, 128, 50_000

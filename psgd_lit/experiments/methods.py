@@ -236,7 +236,7 @@ def make_optimizer(
     settings |= {"hvp": hvp, "update_every": update_every, "seed": seed}
     return PSGD(params, lr, preconditioner=PRECONDITIONERS[method], **PAPER | settings)
 
-# %% ../../nbs/appendix/14_methods.ipynb #c825b662
+# %% ../../nbs/appendix/14_methods.ipynb #a85c114d
 _OF_THE_RUN = ("preconditioner", "hvp", "update_every", "seed", "maximize")
 
 
@@ -246,7 +246,7 @@ def known_settings(method: str) -> dict[str, type]:
     defaults = {name: p.default for name, p in parameters.items() if name not in _OF_THE_RUN}
     defaults |= PAPER if method in PRECONDITIONERS else {}
     scalar = {n: type(value) for n, value in defaults.items() if isinstance(value, float | str)}
-    return {"batch": int, "lr": float, **scalar}
+    return {"batch": int, "dtype": str, "lr": float, **scalar}
 
 # %% ../../nbs/appendix/14_methods.ipynb #7f33c1e2
 def read_setting(name: str, kind: type, value: Any) -> Any:
@@ -280,7 +280,7 @@ def as_text(value: float | str) -> str:
     """Return the text of a setting, without the zero of a whole number."""
     return str(value).removesuffix(".0")
 
-# %% ../../nbs/appendix/14_methods.ipynb #4e35d7d3
+# %% ../../nbs/appendix/14_methods.ipynb #f264ce64
 def checked_settings(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in the order of their names, each as a value of its type.
 
@@ -295,6 +295,8 @@ def checked_settings(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("batch", "lr", "max_norm"):
         if settings.get(name, 1) <= 0:
             raise ValueError(f"{name} must be above 0, and is {as_text(settings[name])}")
+    if settings.get("dtype", "float32") not in ("float32", "float64"):
+        raise ValueError(f"dtype must be float32 or float64, and is {settings['dtype']}")
     return settings
 
 # %% ../../nbs/appendix/14_methods.ipynb #47c33b88
@@ -309,13 +311,14 @@ class Step(NamedTuple):
     lr: float
     max_norm: float
 
-# %% ../../nbs/appendix/14_methods.ipynb #71c4e950
+# %% ../../nbs/appendix/14_methods.ipynb #ff0b2741
 _ROWS = {  # SGD, RMSProp, every method with a preconditioner
     "addition_rnn": (Step(0.02, 1.0), 2e-4, Step(0.02, 1.0)),
     "addition_lstm": (Step(0.01, 1.0), 1e-4, Step(0.05, 1.0)),
     "xor_rnn": (Step(0.01, 1.0), 5e-4, Step(0.01, 1.0)),
     "xor_lstm": (Step(0.01, 1.0), 5e-4, Step(0.02, 1.0)),
     "mnist_cnn": (Step(0.05, math.inf), 2e-4, Step(0.02, 10.0)),
+    "cifar_cnn": (Step(0.05, math.inf), 5e-4, Step(0.05, 10.0)),
     "cifar_autoencoder": (Step(0.2, math.inf), 2e-4, Step(0.05, math.inf)),
 }
 _EXCEPTIONS = {
@@ -327,7 +330,7 @@ _EXCEPTIONS = {
 def step_size(problem: str, method: str) -> Step:
     """Return the step size and the threshold of a method on a problem of the experiments.
 
-    Source: the settings of the author's program, 2018; Adam's are this library's.
+    Source: the settings of the author's program, 2018, and of the paper for Experiment 4; Adam's are this library's.
 
     Raises:
         KeyError: if the problem is unknown.

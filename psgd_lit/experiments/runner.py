@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['CATALOGUE', 'RECORD_EVERY', 'TEST_SAMPLES', 'FINAL_SAMPLES', 'CONFIRMATIONS', 'Curve', 'Problem', 'Run', 'solved_at',
-           'Training', 'pack', 'unpack', 'thin', 'Result', 'result_of', 'load_result', 'load_results', 'Store',
-           'stop_signals', 'progress_bar', 'train']
+           'as_type', 'Training', 'pack', 'unpack', 'thin', 'Result', 'result_of', 'load_result', 'load_results',
+           'Store', 'stop_signals', 'progress_bar', 'train']
 
 # %% ../../nbs/appendix/16_runner.ipynb #468e653d
 import contextlib
@@ -41,11 +41,11 @@ from psgd_lit.experiments.records import (
 )
 from .sequences import PROBLEMS, SequenceProblem
 
-# %% ../../nbs/appendix/16_runner.ipynb #aeb028e9
+# %% ../../nbs/appendix/16_runner.ipynb #0277ced7
 class Problem(Protocol):
     """What the runner asks of a problem.
 
-    A batch is the problem's own business, but for its `target`, whose first dimension counts the samples.
+    A batch is a named tuple of tensors; its `target` counts the samples by its first dimension.
     """
 
     @property
@@ -178,7 +178,18 @@ def solved_at(curve: Mapping[str, Sequence[Any]], threshold: float | None) -> in
     good = all(loss < threshold and error == 0 for _, loss, error in rows)
     return int(last[0][0]) if good else None
 
-# %% ../../nbs/appendix/16_runner.ipynb #f2f36e97
+# %% ../../nbs/appendix/16_runner.ipynb #320f03ff
+def as_type(batch: Any, dtype: torch.dtype) -> Any:
+    """Return a batch with its floating-point numbers in another type; whole numbers stay as they are.
+
+    Args:
+        batch: a named tuple of tensors.
+        dtype: a floating-point type.
+    """
+    parts = (part.to(dtype) if part.is_floating_point() else part for part in batch)
+    return type(batch)(*parts)
+
+# %% ../../nbs/appendix/16_runner.ipynb #a47e753f
 class Training:
     """A run in progress.
 
@@ -188,6 +199,7 @@ class Training:
         params: the parameters.
         settings: of the optimizer, "lr" and "max_norm" among them.
         batch: how many samples a step sees.
+        dtype: of the parameters, and of what a step sees.
         optimizer: the method.
         t: steps made.
         mean: the running mean of the training loss, on the device.
@@ -204,10 +216,13 @@ class Training:
             self.problem = replace(self.problem, length=run.length)
         try:
             self.source = torch.Generator(run.device).manual_seed(run.seed)
-            self.params = self.problem.init(self.source)
-            usual = {"batch": self.problem.batch} | step_size(run.problem, run.method)._asdict()
+            usual: dict[str, Any] = {"batch": self.problem.batch, "dtype": "float32"}
+            usual |= step_size(run.problem, run.method)._asdict()
             self.settings: dict[str, Any] = {**usual, **run.settings}
             self.batch = self.settings.pop("batch")
+            self.dtype = getattr(torch, self.settings.pop("dtype"))
+            start = self.problem.init(self.source)
+            self.params = [p.detach().to(self.dtype).requires_grad_() for p in start]
             options: dict[str, Any] = {"hvp": run.hvp, "update_every": run.update_every}
             self.optimizer: Any = make_optimizer(
                 run.method, self.params, **self.settings, **options, seed=run.seed
@@ -226,15 +241,16 @@ class Training:
         """Return the error on samples that no training step sees, and their number."""
         source = torch.Generator(self.run.device).manual_seed(seed)
         errors = [
-            (self.problem.error(self.params, batch).double(), len(batch.target))
+            (self.problem.error(self.params, seen).double(), len(seen.target))
             for batch in self.problem.tests(count, source)
+            if (seen := as_type(batch, self.dtype))
         ]
         total = sum(n for _, n in errors)
         return float(sum(error * n for error, n in errors)) / total, total
 
     def step(self) -> None:
         """Make a step, and a record when one is due."""
-        data = self.problem.sample(self.batch, self.source)
+        data = as_type(self.problem.sample(self.batch, self.source), self.dtype)
         self.watch.mark()
         loss = self.optimizer.step(lambda: self.problem.loss(self.params, data)).detach()
         self.watch.mark()
@@ -387,7 +403,7 @@ class Result:
         fields = json.loads(text)
         return cls(**fields | {"run": Run(**fields["run"])})
 
-# %% ../../nbs/appendix/16_runner.ipynb #344f76a6
+# %% ../../nbs/appendix/16_runner.ipynb #82504a6b
 def result_of(training: Training) -> Result:
     """Return what is known of a training now; one that is over is tested on `FINAL_SAMPLES`."""
     problem, curve, is_over = training.problem, training.curve, training.state != "running"
@@ -399,6 +415,7 @@ def result_of(training: Training) -> Result:
     return Result(
         run=training.run,
         settings=training.settings
+        | dict(training.run.settings)
         | {"batch": training.batch, "parameters": sum(p.numel() for p in training.params)}
         | {"solved_below": problem.solved, "record_every": RECORD_EVERY},
         state=training.state,
