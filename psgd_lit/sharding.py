@@ -6,7 +6,7 @@ __all__ = ['CHUNK', 'Lots', 'Team', 'team_of', 'assigned', 'costs_of', 'owners_o
            'shared_factor', 'vectors', 'Plan', 'planned', 'local_moves', 'owned_entries', 'OwnedState',
            'derivatives_here', 'SharedPSGD']
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000002
+# %% ../nbs/optimizer/08_several_machines.ipynb #2f8edc42
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from .groups.protocol import Group
 from .hvp import hvp_approx
 from .optim import PSGD, Move, averages, damped_pairs, fits, hold_averages, planned_move
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000005
+# %% ../nbs/optimizer/08_several_machines.ipynb #fe6fd71a
 @dataclass(frozen=True)
 class Team:
     """Ranks that hold the same parameters, each a whole copy or a shard of one.
@@ -87,7 +87,7 @@ class Team:
         dist.all_reduce(x, group=self.group)
         return x
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000008
+# %% ../nbs/optimizer/08_several_machines.ipynb #74caff9b
 _SHARDED = (
     "SharedPSGD takes parameters that fully_shard has cut by rows on one mesh, in one shard a rank and whole copies of "
     "these, or parameters that every rank has in full; {}"
@@ -106,7 +106,7 @@ def _mesh_of(p: Tensor) -> Any:
         )
     return p.device_mesh, cut[0]  # type: ignore[attr-defined]
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000010
+# %% ../nbs/optimizer/08_several_machines.ipynb #9e9056d5
 def _group_of(mesh: Any) -> Any:
     """Return the process group of all ranks of a mesh."""
     if mesh.ndim == 1:
@@ -118,7 +118,7 @@ def _group_of(mesh: Any) -> Any:
         "a group of all its ranks from torch.distributed.new_group"
     )
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000012
+# %% ../nbs/optimizer/08_several_machines.ipynb #b05bf9a6
 def team_of(params: Iterable[Tensor], process_group: Any = None) -> Team:
     """Return the ranks that hold some parameters.
 
@@ -159,7 +159,7 @@ def team_of(params: Iterable[Tensor], process_group: Any = None) -> Team:
         averaged=True,
     )
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000015
+# %% ../nbs/optimizer/08_several_machines.ipynb #a81f0436
 def assigned(costs: Sequence[float], loads: Sequence[float]) -> list[int]:
     """Return the owner of each block: the dearest first, each goes to the rank that has the least to do.
 
@@ -173,19 +173,19 @@ def assigned(costs: Sequence[float], loads: Sequence[float]) -> list[int]:
         loads[owners[i]] += costs[i]
     return owners
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000018
+# %% ../nbs/optimizer/08_several_machines.ipynb #c9f8785b
 @cache
 def _work(group: Group, dimensions: tuple[int, ...]) -> int:
     return update_cost(group, dimensions).work
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000020
+# %% ../nbs/optimizer/08_several_machines.ipynb #ee55281d
 def costs_of(choices: Sequence[Choice]) -> list[float]:
     """Return what each block costs: its part of the work of all in a fit, and of the entries of their Q."""
     work = [c.block.batch * _work(c.group, c.block.shape) for c in choices]
     entries = [c.numel for c in choices]
     return [w / sum(work) + n / sum(entries) for w, n in zip(work, entries, strict=True)]
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000023
+# %% ../nbs/optimizer/08_several_machines.ipynb #394b5946
 def owners_of(groups: Iterable[Mapping[str, Any]], ranks: int) -> dict[Tensor, int]:
     """Return the owner of each parameter: that of its block, frozen or not; later param groups change no earlier owner."""
     loads, owner = [0.0] * ranks, dict[Tensor, int]()
@@ -197,7 +197,7 @@ def owners_of(groups: Iterable[Mapping[str, Any]], ranks: int) -> dict[Tensor, i
             owner |= {p: rank for p in choice.block.params if p.numel()}
     return owner
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000026
+# %% ../nbs/optimizer/08_several_machines.ipynb #bacf23cd
 CHUNK = 2**20
 
 
@@ -225,7 +225,7 @@ def normal(
         )
     return torch.cat(parts)[first - start * chunk : last - start * chunk].to(p.dtype)
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000029
+# %% ../nbs/optimizer/08_several_machines.ipynb #8a3724bf
 def all_to_all(parcels: Sequence[Tensor], sizes: Sequence[int], group: Any) -> list[Tensor]:
     """Send a vector to each rank, and return what each rank has sent.
 
@@ -239,7 +239,7 @@ def all_to_all(parcels: Sequence[Tensor], sizes: Sequence[int], group: Any) -> l
     dist.all_to_all_single(theirs, mine, list(sizes), list(map(len, parcels)), group=group)
     return list(torch.split(theirs, list(sizes)))
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000034
+# %% ../nbs/optimizer/08_several_machines.ipynb #0759a3e2
 Lots = Sequence[Sequence[Tensor]]
 
 
@@ -284,7 +284,7 @@ def to_owners(
     total = torch.stack([arrived[r][0] for r in told]).sum() / team.parts
     return [{p: (x[p] / total).view(p.shape) for p in mine} for x in whole]
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000037
+# %% ../nbs/optimizer/08_several_machines.ipynb #1d092ea5
 def from_owners(
     team: Team, lots: Lots, values: Mapping[Tensor, Tensor], like: Tensor
 ) -> dict[Tensor, Tensor]:
@@ -312,12 +312,12 @@ def from_owners(
         )
     return found
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000040
+# %% ../nbs/optimizer/08_several_machines.ipynb #d2305ca2
 def here(x: Tensor) -> Tensor:
     """Return what this process holds of a tensor: the shard of a sharded one, all of a whole one."""
     return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000043
+# %% ../nbs/optimizer/08_several_machines.ipynb #76bbbee9
 _NO_BACKWARD = (
     "no gradient has reached the {} trainable parameters, which are sharded: call opt.step(closure) with a closure that "
     "calls zero_grad(), computes the loss by the sharded model, calls backward() and returns the loss"
@@ -363,7 +363,7 @@ class Ledger:
                 p.grad = g
         return [None if p.grad is None else here(p.grad) for p in self._params]
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000046
+# %% ../nbs/optimizer/08_several_machines.ipynb #df381937
 def shard_derivatives(
     closure: Callable[[], Any] | None, params: Sequence[Tensor], probe: Sequence[Tensor] | None
 ) -> Derivatives:
@@ -393,7 +393,7 @@ def shard_derivatives(
         loss, _, product = hvp_approx(closure, shards, probe, evaluate=ledger.run)
     return Derivatives(loss, ledger.settle(), product)
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000049
+# %% ../nbs/optimizer/08_several_machines.ipynb #3171e95c
 class Sharing(NamedTuple):
     """Who holds what.
 
@@ -421,7 +421,7 @@ class Sharing(NamedTuple):
         shape = {p: p.shape if whole else here(p).shape for p in cuts}
         return {p: normal(p, place[p], cut, seed, t).view(shape[p]) for p, cut in cuts.items()}
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000052
+# %% ../nbs/optimizer/08_several_machines.ipynb #4af037b9
 def check_shareable(groups: Iterable[Mapping[str, Any]]) -> None:
     """Check the settings that ranks cannot share, or that sharded parameters lack.
 
@@ -446,7 +446,7 @@ def check_shareable(groups: Iterable[Mapping[str, Any]]) -> None:
                 '"whiten", or "approx" with a closure that calls backward()'
             )
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000055
+# %% ../nbs/optimizer/08_several_machines.ipynb #b8ba10f9
 def bad_signs(loss: Any, overflow: Tensor | None, like: Tensor) -> Tensor:
     """Return how many signs of an undefined step there are: a loss that is not finite, an overflow that a scaler found."""
     signs = [] if overflow is None else [overflow > 0]
@@ -458,7 +458,7 @@ def bad_signs(loss: Any, overflow: Tensor | None, like: Tensor) -> Tensor:
         ]
     ).sum()
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000057
+# %% ../nbs/optimizer/08_several_machines.ipynb #0cfac673
 def shared_factor(
     team: Team,
     lengths: Iterable[Tensor],
@@ -490,7 +490,7 @@ def shared_factor(
     factor: Tensor = (most / step.sqrt()).clamp(max=1.0)  # eq-clipping
     return factor.where(step.isfinite() & (bad == 0), 0.0)
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000060
+# %% ../nbs/optimizer/08_several_machines.ipynb #5c902372
 def vectors(
     params: Sequence[Tensor], tensors: Sequence[Tensor | None], factor: Any, like: Tensor
 ) -> dict[Tensor, Tensor]:
@@ -511,7 +511,7 @@ def vectors(
         for p, x in pairs
     }
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000063
+# %% ../nbs/optimizer/08_several_machines.ipynb #e7f70959
 class Plan(NamedTuple):
     """What a rank has computed for the blocks that it owns.
 
@@ -529,7 +529,7 @@ class Plan(NamedTuple):
     finite: Tensor
     dropped: Tensor
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000065
+# %% ../nbs/optimizer/08_several_machines.ipynb #a0ec4838
 def planned(
     optimizer: PSGD,
     gradient: Mapping[Tensor, Tensor],
@@ -564,7 +564,7 @@ def planned(
     steps = {p: step for move in moves for p, step in zip(move.params, move.steps, strict=True)}
     return Plan(steps, states, means, finite, dropped)
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000068
+# %% ../nbs/optimizer/08_several_machines.ipynb #9c294c95
 def local_moves(
     groups: Iterable[Mapping[str, Any]], steps: Mapping[Tensor, Tensor], finite: Tensor
 ) -> list[Move]:
@@ -588,7 +588,7 @@ def local_moves(
         moves.append(Move(held, None if decay is None else 1 - decay, changes))
     return moves
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000071
+# %% ../nbs/optimizer/08_several_machines.ipynb #2a4d3cac
 _OWNER = "owner"  # says in the state of a block, on all ranks, that it has begun
 
 
@@ -624,7 +624,7 @@ def owned_entries(
                 mine |= {key: entry} if entry else {}
     return mine, begun
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000074
+# %% ../nbs/optimizer/08_several_machines.ipynb #c5f3c2f0
 class OwnedState(PSGD):
     """PSGD that holds the state of the blocks that this rank owns, and no other; `SharedPSGD` adds the step."""
 
@@ -701,7 +701,7 @@ class OwnedState(PSGD):
         super().load_state_dict({**state_dict, "state": mine})
         self._mark(begun)
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000077
+# %% ../nbs/optimizer/08_several_machines.ipynb #8c4c5008
 def derivatives_here(
     sharing: Sharing,
     head: Mapping[str, Any],
@@ -725,7 +725,7 @@ def derivatives_here(
     derive = stored_derivatives if closure is None else partial(closure_derivatives, closure)
     return derive(params, probe, head["hvp"])
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #c0000080
+# %% ../nbs/optimizer/08_several_machines.ipynb #587d9cbb
 _WEIGHT = (
     "weight must be positive and finite, and 1 where fully_shard has averaged before, not {!r}; there multiply the loss of "
     "this rank by its batch over the mean batch"
