@@ -245,7 +245,7 @@ def undefined_if_bad(
     gradient[i] = g.masked_fill(bad, math.nan)
     return found._replace(gradient=gradient)
 
-# %% ../nbs/optimizer/03_psgd.ipynb #8e5311b0
+# %% ../nbs/optimizer/03_psgd.ipynb #2f5d5804
 Pairs = Mapping[Tensor, tuple[Tensor, Tensor]]
 
 
@@ -344,7 +344,7 @@ def tried(
         new.append(Move(move.params, None, steps))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #fb044a27
+# %% ../nbs/optimizer/03_psgd.ipynb #a3d96e19
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
