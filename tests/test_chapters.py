@@ -40,7 +40,6 @@ PROVED_PARTS = {"problem", "criterion", "learning", "forms"}
 """Parts whose chapters state what they derive as definitions, theorems and propositions."""
 IN_THE_SPINE = {
     "start/01_ten_lines",
-    "criterion/03_regularisation",
     "learning/01_lie",
     "learning/02_triangular",
     "learning/03_fit",
