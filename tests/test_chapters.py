@@ -41,11 +41,6 @@ PROVED_PARTS = {"problem", "criterion", "learning", "forms"}
 """Parts whose chapters state what they derive as definitions, theorems and propositions."""
 IN_THE_SPINE = {
     "start/01_ten_lines",
-    "problem/01_problems",
-    "problem/02_two_noises",
-    "problem/03_history",
-    "criterion/01_hvp",
-    "criterion/03_regularisation",
     "learning/01_lie",
     "learning/02_halves",
     "learning/03_triangular",
