@@ -39,7 +39,6 @@ GRADES = ["Easy", "Harder", "Project"]
 PROVED_PARTS = {"problem", "criterion", "learning", "forms"}
 """Parts whose chapters state what they derive as definitions, theorems and propositions."""
 IN_THE_SPINE = {
-    "start/01_ten_lines",
     "problem/01_problems",
     "problem/02_two_noises",
     "problem/03_history",
@@ -58,7 +57,6 @@ IN_THE_SPINE = {
     "forms/08_combinator",
     "forms/09_composition",
     "forms/10_family",
-    "optimizer/01_first_scale",
     "optimizer/02_descent",
     "optimizer/03_psgd",
     "optimizer/04_skipped_updates",
