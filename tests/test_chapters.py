@@ -57,7 +57,6 @@ IN_THE_SPINE = {
     "forms/08_combinator",
     "forms/09_composition",
     "forms/10_family",
-    "optimizer/02_descent",
     "optimizer/03_psgd",
     "optimizer/04_skipped_updates",
     "optimizer/05_quality",
