@@ -40,7 +40,6 @@ GRADES = ["Easy", "Harder", "Project"]
 PROVED_PARTS = {"problem", "criterion", "learning", "forms"}
 """Parts whose chapters state what they derive as definitions, theorems and propositions."""
 IN_THE_SPINE = {
-    "start/01_ten_lines",
     "learning/01_lie",
     "learning/02_halves",
     "learning/03_triangular",
@@ -55,8 +54,6 @@ IN_THE_SPINE = {
     "forms/08_combinator",
     "forms/09_composition",
     "forms/10_family",
-    "optimizer/01_first_scale",
-    "optimizer/02_descent",
     "optimizer/03_psgd",
     "optimizer/04_skipped_updates",
     "optimizer/05_quality",
