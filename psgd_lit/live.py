@@ -343,7 +343,7 @@ def march_check(state: Mapping[str, Any]) -> dict[str, Any]:
         cases.append({"state": case, "every": _EVERY, "spectra": spectra[::_EVERY]})
     return {"cases": cases}
 
-# %% ../nbs/appendix/27_live.ipynb #5ed75c6d
+# %% ../nbs/appendix/27_live.ipynb #4234032c
 def climb_check(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return ten steps with `H^-1`, and ten with `|H|^-1`, from three points of a saddle.
 
@@ -356,9 +356,11 @@ def climb_check(state: Mapping[str, Any]) -> dict[str, Any]:
         for name, size in (("newton", torch.clone), ("psgd", torch.abs)):
             points = [torch.tensor(start, dtype=torch.float64)]
             for _ in range(10):
-                g, H = torch.func.grad(loss)(points[-1]), torch.func.hessian(loss)(points[-1])
-                eigenvalues, U = torch.linalg.eigh(H)
-                move = -U @ ((U.T @ g) / size(eigenvalues))
+                x = points[-1].clone().requires_grad_()
+                [g] = torch.autograd.grad(loss(x), x, create_graph=True)
+                rows = [torch.autograd.grad(g[i], x, retain_graph=True)[0] for i in (0, 1)]
+                eigenvalues, U = torch.linalg.eigh(torch.stack(rows))
+                move = -U @ ((U.T @ g.detach()) / size(eigenvalues))
                 points.append(points[-1] + move / max(1.0, float(move.norm()) / 0.5))
             paths[name] = [point.tolist() for point in points]
         case = {"condition": state["condition"], "angle": state["angle"], "start": start}
