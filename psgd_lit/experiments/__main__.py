@@ -246,7 +246,7 @@ def report(store: Store, args: argparse.Namespace) -> int:
             print(f"python -m psgd_lit.experiments run {run.problem} {options}{extra} --resume")
     return 0
 
-# %% ../../nbs/appendix/19_plan.ipynb #80e1e1c8
+# %% ../../nbs/appendix/19_plan.ipynb #ba72549e
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     main = argparse.ArgumentParser(

@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['CATALOGUE', 'RECORD_EVERY', 'TEST_SAMPLES', 'FINAL_SAMPLES', 'CONFIRMATIONS', 'Curve', 'Problem', 'Run', 'solved_at',
-           'as_type', 'Training', 'pack', 'unpack', 'thin', 'Result', 'result_of', 'load_result', 'load_results',
-           'Store', 'stop_signals', 'progress_bar', 'train']
+           'Training', 'pack', 'unpack', 'thin', 'Result', 'result_of', 'load_result', 'load_results', 'Store',
+           'stop_signals', 'progress_bar', 'train']
 
 # %% ../../nbs/appendix/16_runner.ipynb #468e653d
 import contextlib
@@ -179,7 +179,7 @@ def solved_at(curve: Mapping[str, Sequence[Any]], threshold: float | None) -> in
     return int(last[0][0]) if good else None
 
 # %% ../../nbs/appendix/16_runner.ipynb #320f03ff
-def as_type(batch: Any, dtype: torch.dtype) -> Any:
+def _as_type(batch: Any, dtype: torch.dtype) -> Any:
     """Return a batch with its floating-point numbers in another type; whole numbers stay as they are.
 
     Args:
@@ -243,14 +243,14 @@ class Training:
         errors = [
             (self.problem.error(self.params, seen).double(), len(seen.target))
             for batch in self.problem.tests(count, source)
-            if (seen := as_type(batch, self.dtype))
+            if (seen := _as_type(batch, self.dtype))
         ]
         total = sum(n for _, n in errors)
         return float(sum(error * n for error, n in errors)) / total, total
 
     def step(self) -> None:
         """Make a step, and a record when one is due."""
-        data = as_type(self.problem.sample(self.batch, self.source), self.dtype)
+        data = _as_type(self.problem.sample(self.batch, self.source), self.dtype)
         self.watch.mark()
         loss = self.optimizer.step(lambda: self.problem.loss(self.params, data)).detach()
         self.watch.mark()
