@@ -57,7 +57,6 @@ IN_THE_SPINE = {
     "optimizer/03_psgd",
     "optimizer/04_skipped_updates",
     "optimizer/05_quality",
-    "optimizer/06_lbfgs",
     "evidence/01_rosenbrock",
     "evidence/02_sequences",
     "evidence/03_addition",
