@@ -56,7 +56,6 @@ IN_THE_SPINE = {
     "forms/10_family",
     "optimizer/03_psgd",
     "optimizer/04_skipped_updates",
-    "optimizer/05_quality",
     "evidence/01_rosenbrock",
     "evidence/02_sequences",
     "evidence/03_addition",
