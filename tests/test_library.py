@@ -83,7 +83,8 @@ SAME_FLOOR = {
     "experiments.noisy": "experiments.",
     "experiments.noiseless": "experiments.",
     "experiments.contenders": "experiments.contest",
-    "experiments.contest": "experiments.__main__",
+    "experiments.contest": "experiments.",
+    "experiments.tuning": "experiments.__main__",
     "experiments.runner": "experiments.",
 }
 """What is imported on its own floor, and by whom."""

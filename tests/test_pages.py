@@ -210,6 +210,7 @@ def test_names_gate_fails() -> None:
     packages, found = (psgd_lit, psgd_lit.groups), {"psgd_lit.groups.Bordered", "psgd_lit.groups.Bordered.diagonal"}
     assert list(missing_entries(importlib.import_module("psgd_lit.groups.bordered"), packages, found)) == [
         "the reference lacks psgd_lit.groups.bordered.bordered_difference",
+        "the reference lacks psgd_lit.groups.bordered.bordered_step",
         "the reference lacks psgd_lit.groups.bordered.Bordered.scale_columns",
     ]
 
