@@ -4,7 +4,7 @@
 __all__ = ['Values', 'Multiply', 'PRODUCTS', 'Operation', 'LADDER', 'multiply_by_hessian', 'act', 'starting_scale', 'fit_at_rest',
            'balances', 'eigenvalue_sizes', 'size_and_evenness', 'longest_step']
 
-# %% ../nbs/optimizer/05_quality.ipynb #c2
+# %% ../nbs/optimizer/05_quality.ipynb #12a41986
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
@@ -19,7 +19,7 @@ from .derivatives import draw_by_parameter
 from .hvp import hvp_approx, hvp_exact, hvp_forward
 from .optim import PSGD, fits
 
-# %% ../nbs/optimizer/05_quality.ipynb #c9
+# %% ../nbs/optimizer/05_quality.ipynb #f8ca5c7d
 Values = Mapping[Tensor, Tensor]
 Multiply = Callable[[Values], dict[Tensor, Tensor]]
 PRODUCTS = {"exact": hvp_exact, "forward": hvp_forward, "approx": hvp_approx}
@@ -42,7 +42,7 @@ def multiply_by_hessian(
 
     return multiply
 
-# %% ../nbs/optimizer/05_quality.ipynb #c12
+# %% ../nbs/optimizer/05_quality.ipynb #336484f6
 Operation = Literal["apply", "apply_t", "solve", "solve_t", "precondition"]
 
 
@@ -69,7 +69,7 @@ def act(opt: PSGD, operation: Operation, values: Values) -> dict[Tensor, Tensor]
         for p in values
     }
 
-# %% ../nbs/optimizer/05_quality.ipynb #c16
+# %% ../nbs/optimizer/05_quality.ipynb #871ff068
 def starting_scale(probe: Values, product: Values) -> float:
     """Return the `init_scale` at which a pair is in balance.
 
@@ -87,7 +87,7 @@ def starting_scale(probe: Values, product: Values) -> float:
         return math.nan
     return math.sqrt(length_of_v / length_of_h)  # eq-starting-scale
 
-# %% ../nbs/optimizer/05_quality.ipynb #c20
+# %% ../nbs/optimizer/05_quality.ipynb #fb876cee
 def fit_at_rest(
     optimizers: Iterable[PSGD],
     multiply: Multiply,
@@ -122,7 +122,7 @@ def fit_at_rest(
         t += 1
     return t
 
-# %% ../nbs/optimizer/05_quality.ipynb #c24
+# %% ../nbs/optimizer/05_quality.ipynb #0a6ad299
 def balances(
     opt: PSGD, pairs: Iterable[tuple[Values, Values]]
 ) -> dict[tuple[Tensor, ...], float]:
@@ -149,7 +149,7 @@ def balances(
     # eq-balance
     return {params: float(s[0] / s[1]) for params, s in sums.items() if s[0] > 0}
 
-# %% ../nbs/optimizer/05_quality.ipynb #c28
+# %% ../nbs/optimizer/05_quality.ipynb #494214a0
 def eigenvalue_sizes(opt: PSGD, multiply: Multiply, params: Sequence[Tensor]) -> Tensor:
     """Return the magnitudes of the eigenvalues of P H in ascending order, from one product for each coordinate.
 
@@ -176,7 +176,7 @@ def eigenvalue_sizes(opt: PSGD, multiply: Multiply, params: Sequence[Tensor]) ->
     magnitudes: Tensor = torch.linalg.eigvalsh((M + M.T) / 2).abs().sort().values
     return magnitudes
 
-# %% ../nbs/optimizer/05_quality.ipynb #c32
+# %% ../nbs/optimizer/05_quality.ipynb #a79fd544
 def size_and_evenness(
     opt: PSGD, multiply: Multiply, params: Sequence[Tensor], probes: int = 5
 ) -> tuple[float, float]:
@@ -203,7 +203,7 @@ def size_and_evenness(
     # eq-evenness
     return math.sqrt(seconds / ones), seconds**2 / (ones * fourths) if fourths else math.nan
 
-# %% ../nbs/optimizer/05_quality.ipynb #c45
+# %% ../nbs/optimizer/05_quality.ipynb #a2d5550c
 LADDER = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 
 

@@ -32,7 +32,7 @@ def bordered_difference(
     )  # eq-bordered-difference
     return (u @ w[..., :r, :].mT).tril(), (u * w)[..., r:, :].sum(-1)
 
-# %% ../../nbs/forms/06_bordered.ipynb #363d5fd2
+# %% ../../nbs/forms/06_bordered.ipynb #8f0b2369
 def bordered_step(
     Q: State, u: Tensor, w: Tensor, lr: float | Tensor, least: Tensor
 ) -> tuple[State, Tensor]:
