@@ -18,7 +18,7 @@ from torch.utils.benchmark import Timer
 
 from .groups.protocol import Group
 
-# %% ../nbs/forms/10_family.ipynb #76fb9b15
+# %% ../nbs/forms/10_family.ipynb #5dbfa805
 _ATEN = torch.ops.aten
 _PRODUCTS = {
     _ATEN.mm: 0,

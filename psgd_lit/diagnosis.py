@@ -257,7 +257,7 @@ def table(rows: Sequence[Sequence[str | float | None]]) -> str:
     ]
     return "\n".join(line.rstrip() for line in lines)
 
-# %% ../nbs/appendix/11_doctor.ipynb #10208084
+# %% ../nbs/appendix/11_doctor.ipynb #e1519197
 @dataclass(frozen=True, repr=False)
 class Report:
     """What `doctor` has found; `str` and `repr` are its tables.
@@ -346,7 +346,7 @@ def _kind_of(params: Iterable[Tensor]) -> str:
     tensors = f"{len(params)} tensor{'s' * (len(params) > 1)}"
     return f"{count} trained numbers in {tensors}, {', '.join(dtypes)} on {', '.join(places)}"
 
-# %% ../nbs/appendix/11_doctor.ipynb #55f62a8b
+# %% ../nbs/appendix/11_doctor.ipynb #3ad8c7d4
 _FEW = 200  # parameters, for which all eigenvalues are computed
 
 

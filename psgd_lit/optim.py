@@ -64,7 +64,7 @@ from psgd_lit.settings import (
     saving,
 )
 
-# %% ../nbs/optimizer/03_psgd.ipynb #f56f8365
+# %% ../nbs/optimizer/03_psgd.ipynb #c72927c3
 def period(update_every: int | str | Callable[[int], int], t: int) -> int:
     """Return k(t): the preconditioner is fitted at iterations that k divides.
 
@@ -153,7 +153,7 @@ class Move(NamedTuple):
         if real:
             torch._foreach_sub_(real, self.steps)  # eq-psgd
 
-# %% ../nbs/optimizer/03_psgd.ipynb #d28fc30d
+# %% ../nbs/optimizer/03_psgd.ipynb #92e83c3a
 def planned_move(
     group: dict[str, Any],
     bucket: Bucket,
@@ -344,7 +344,7 @@ def tried(
         new.append(Move(move.params, None, steps))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #a3d96e19
+# %% ../nbs/optimizer/03_psgd.ipynb #d90f5ce2
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 

@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
         return value
     return operator.index(value) if isinstance(value, Integral) else float(value)
 
-# %% ../nbs/appendix/09_settings.ipynb #9b553f05
+# %% ../nbs/appendix/09_settings.ipynb #59a9ad79
 _SHARED = ("hvp", "update_every", "max_norm", "monotone", "maximize", "seed")
 _BY_RULE = ("init_scale", "max_norm")  # "auto" leaves these to a rule
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -98,7 +98,7 @@ def check_number(name: str, value: Any, read: bool) -> None:
     if (number or read) and not valid(value):
         raise ValueError(f"{name} must be {text}, not {value!r}")
 
-# %% ../nbs/appendix/09_settings.ipynb #cee096aa
+# %% ../nbs/appendix/09_settings.ipynb #57a664e9
 def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool = True) -> None:
     """Check the settings of a param group.
 

@@ -39,7 +39,7 @@ class Contender:
     calls_backward: bool = True
     refuses: Callable[[Task, Problem], str] = lambda task, problem: ""
 
-# %% ../../nbs/appendix/17_contenders.ipynb #4ebcc47e
+# %% ../../nbs/appendix/17_contenders.ipynb #dcd2f4e5
 _NOISELESS = {"monotone": True, "steps": 100}
 OURS: dict[str, dict[str, Any]] = {
     "whiten": {"hvp": "whiten", "lr": 0.003, "update_every": "auto"},

@@ -178,7 +178,7 @@ def solved_at(curve: Mapping[str, Sequence[Any]], threshold: float | None) -> in
     good = all(loss < threshold and error == 0 for _, loss, error in rows)
     return int(last[0][0]) if good else None
 
-# %% ../../nbs/appendix/16_runner.ipynb #320f03ff
+# %% ../../nbs/appendix/16_runner.ipynb #8c7098ca
 def _as_type(batch: Any, dtype: torch.dtype) -> Any:
     """Return a batch with its floating-point numbers in another type; whole numbers stay as they are.
 
@@ -189,7 +189,7 @@ def _as_type(batch: Any, dtype: torch.dtype) -> Any:
     parts = (part.to(dtype) if part.is_floating_point() else part for part in batch)
     return type(batch)(*parts)
 
-# %% ../../nbs/appendix/16_runner.ipynb #a47e753f
+# %% ../../nbs/appendix/16_runner.ipynb #17d96413
 class Training:
     """A run in progress.
 
