@@ -73,6 +73,12 @@ def compiled() -> None:
     new(net).step(lambda: loss_of(model))
 
 
+def sharded() -> None:
+    layer = nn.Linear(3, 2)
+    layer.weight.placements = ()  # what tells a DTensor
+    new(layer, hvp="whiten")
+
+
 def sparse() -> None:
     layer = nn.Embedding(3, 2, sparse=True)
     new(layer, hvp="whiten").step(lambda: layer(torch.tensor([0])).sum())
@@ -130,6 +136,7 @@ RAISED: dict[str, Callable[[], Any]] = {
     "has no column for it": lambda: new(preconditioner="scan"),
     "changes its gradients after backward()": clipped,
     "batches and calls the closure for one of them": accumulated,
+    "the parameters are sharded": sharded,
     "double backward": compiled,
     "a gradient is sparse": sparse,
     "another block holds one too": two_blocks_of_one,
