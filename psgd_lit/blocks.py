@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .affine import Block, as_real, flat_block, parameter_block
 from .groups.diagonal import Diagonal, Equilibration
+from .groups.fit import start
 from .groups.kron import Kron
 from .groups.normalization import Normalization
 from .groups.protocol import Group
@@ -286,7 +287,7 @@ def state_dtype(params: Iterable[Tensor]) -> torch.dtype:
 
 # %% ../nbs/appendix/07_blocks.ipynb #7fa7b86f
 def describe_choices(choices: Sequence[Choice], names: Mapping[Tensor, str]) -> str:
-    """Return a table of what each block gets: its parameters, shape, group, entries of Q, and bytes of its state.
+    """Return a table of what each block gets: its parameters, shape, group, entries of Q, and bytes of all that is kept.
 
     Nothing of the state's size is allocated for it.
     """
@@ -302,7 +303,7 @@ def describe_choices(choices: Sequence[Choice], names: Mapping[Tensor, str]) -> 
                 str(shape) if block.batch == 1 else f"{block.batch} x {shape}",
                 repr(group),
                 str(choice.numel),
-                str(sum(leaf.nbytes for leaf in leaves(state))),
+                str(sum(leaf.nbytes for leaf in leaves(start(group, state)))),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

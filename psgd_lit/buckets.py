@@ -172,6 +172,9 @@ class KeptProduct:
         return self._product
 
 # %% ../nbs/appendix/08_buckets.ipynb #7ae65f5d
+_WHOLE: Any = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
+
+
 class Bucket(Columns):
     """Blocks of one group, shape, dtype and device, whose states are one batch.
 
@@ -203,6 +206,12 @@ class Bucket(Columns):
         }
         self.may_sleep = scale == "auto" or bool(stored)
         self._kept = KeptProduct(self.group)
+        self._learn = learn
+
+    def compile(self) -> None:
+        """Let torch compile `fit` at its next call, once for all step sizes."""
+        if self._learn is learn:
+            self._learn = torch.compile(learn, **_WHOLE)
 
     def look(self) -> None:
         """See whether a member sleeps, for which the host waits."""
@@ -260,7 +269,8 @@ class Bucket(Columns):
         if Q is not None and trusted is not None and self.may_sleep:
             Q = map_leaves(lambda new, old: new.where(trusted.all(), old), Q, self.Q)
         past = Fit(**self.state | ({} if Q is None else {"Q": Q}))
-        return learn(self.group, past, v, h, lr, normalizer, trusted)._asdict()
+        rate = lr if self._learn is learn else torch.as_tensor(lr, dtype=v.dtype)
+        return self._learn(self.group, past, v, h, rate, normalizer, trusted)._asdict()
 
     def states(self) -> list[dict[str, Any]]:
         """Return the state of each block, as views of the batch."""

@@ -28,6 +28,7 @@ from psgd_lit.closures import (
     warn_if_unsteady,
     without_graph,
 )
+from .graphs import precision_checked
 from psgd_lit.hvp import (
     PAPER_STEP,
     differentiate_gradient,
@@ -218,7 +219,10 @@ def _difference(
         return loss_and_gradient(lambda: loss, params)
 
     if history is not None and history.differences % 1000 == 0:
-        with torch.random.fork_rng({p.device for p in params if p.is_cuda}):
+        with (
+            torch.random.fork_rng({p.device for p in params if p.is_cuda}),
+            precision_checked(),
+        ):
             first = evaluate(closure, params)[1]
     found = hvp_approx(closure, params, probe, evaluate=evaluate)
     if first is not None:

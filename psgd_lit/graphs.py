@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['WAYS_OUT', 'Faults', 'HIDING', 'WRONG_TWICE', 'WRONG_FORWARD', 'SecondDerivativeError', 'refusals_explained', 'nodes',
-           'label', 'check_graph', 'checking', 'computed_inside', 'check_precision']
+           'label', 'check_graph', 'checking', 'computed_inside', 'check_precision', 'precision_checked']
 
 # %% ../nbs/appendix/04_graphs.ipynb #ca4dd1c3
 import re
@@ -167,10 +167,8 @@ def computed_inside(closure: Callable[[], Any], params: Sequence[Tensor]) -> Cal
     return checked
 
 # %% ../nbs/appendix/04_graphs.ipynb #92fc2bb9
-def check_precision(loss: Tensor) -> None:
-    """Raise a `ValueError` if a part of the loss was computed in half precision."""
-    ends = [] if loss.grad_fn is None else [loss.grad_fn]
-    dtypes = {result.dtype for node in nodes(ends) for result in node._input_metadata}
+def _check_dtypes(dtypes: Iterable[torch.dtype]) -> None:
+    """Raise a `ValueError` if half precision is among the dtypes of which a loss was made."""
     for dtype in dtypes:
         if (dtype.is_floating_point or dtype.is_complex) and torch.finfo(dtype).bits < 32:
             raise ValueError(
@@ -178,3 +176,26 @@ def check_precision(loss: Tensor) -> None:
                 'rounding: use hvp="exact" or "forward" (hvp_exact, hvp_forward), or compute in float32 with '
                 "torch.autocast(device_type, enabled=False) around this part"
             )
+
+
+def check_precision(loss: Tensor) -> None:
+    """Raise a `ValueError` if a part of the loss was computed in half precision."""
+    ends = [] if loss.grad_fn is None else [loss.grad_fn]
+    _check_dtypes({result.dtype for node in nodes(ends) for result in node._input_metadata})
+
+
+@contextmanager
+def precision_checked() -> Iterator[None]:
+    """Raise a `ValueError` at the end if something inside was kept for its backward pass in half precision.
+
+    It sees what `check_precision` can't: a loss whose graph is gone.
+    """
+    seen = set()
+
+    def note(x: Tensor) -> Tensor:
+        seen.add(x.dtype)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        yield
+    _check_dtypes(seen)

@@ -305,6 +305,9 @@ def fits(
     """
     if not products:
         return [], torch.zeros_like(finite)
+    for group, bucket in active:
+        if group["compile"]:
+            bucket.compile()
     states = [
         bucket.fit(
             probes,
@@ -386,6 +389,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         momentum: weight of the past in the average of gradients that P multiplies.
         weight_decay: decoupled: each step multiplies the parameters by `1 - lr weight_decay`.
         maximize: whether to climb instead.
+        compile: whether torch compiles the fit of Q, at the first step that is due: once for each kind of block, for tens of
+            seconds.
         seed: of the probes.
         process_group: averages gradients and products over these ranks. None averages nothing: DistributedDataParallel
             does it in `backward`, so the first way to call `step` needs the group, and "exact" needs the first way.
@@ -435,6 +440,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         maximize: bool = False,
+        compile: bool = False,
         seed: int = 0,
         process_group: Any = None,
     ) -> None:

@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from numbers import Integral, Real
 from typing import Any
 
@@ -58,6 +59,7 @@ _NAMES = {
     "damping_kind": DAMPING_KINDS,
     "maximize": (False, True),
     "monotone": (False, True),
+    "compile": (False, True),
 }
 SETTINGS = (*_RANGES, *_NAMES, "preconditioner", "blocks", "update_every")
 _SCHEDULES = ("auto", "log10")
@@ -123,6 +125,10 @@ def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool 
     if not callable(every) and not is_period(every) and every not in _SCHEDULES:
         raise ValueError(
             f'update_every must be an integer from 1, a function of the iteration, "auto" or "log10", not {every!r}'
+        )
+    if settings["compile"] and "isolate_recompiles" not in signature(torch.compile).parameters:
+        raise ValueError(
+            f"compile=True needs torch 2.13 or newer, and this is {torch.__version__}"
         )
     for name in _SHARED:
         if settings[name] is not shared[name] and settings[name] != shared[name]:

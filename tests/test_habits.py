@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.utils.checkpoint import checkpoint
 from toys import HVP, fill, loss_of, network, quiet, same, states, take, ways_of, weights
 
+from psgd_lit import buckets
 from psgd_lit.affine import affine_blocks
 from psgd_lit.blocks import KronRule
 from psgd_lit.derivatives import draw_probes
@@ -270,6 +271,40 @@ def test_a_compiled_step_is_the_step(hvp):
     assert same(weights(net), weights(twin))
     assert not counters["stats"]["unique_graphs"]
     assert not counters["recompile_limit"]
+
+
+@pytest.mark.parametrize("hvp", ["exact", "whiten"])
+@pytest.mark.parametrize(
+    "preconditioner",
+    ["kron", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scan", "dense", "splu", "diagonal", "esgd"))],
+)
+def test_a_compiled_fit_is_the_fit(hvp, preconditioner, monkeypatch):
+    """The curve is that of a fit that isn't compiled; each kind of block is compiled once, whatever the step sizes."""
+    monkeypatch.setitem(buckets._WHOLE, "backend", "aot_eager")
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    blocks = affine_blocks if preconditioner == "scan" else lambda _: None
+    net, twin = network(), network()
+    opt, other = (
+        PSGD(model.parameters(), hvp=hvp, preconditioner=preconditioner, blocks=blocks(model), compile=flag)
+        for model, flag in ((net, True), (twin, False))
+    )
+    for _ in range(5):
+        for one, model in ((opt, net), (other, twin)):
+            for name in ("lr", "lr_preconditioner"):
+                one.param_groups[0][name] *= 0.9
+            one.step(lambda model=model: loss_of(model))
+    for p, q in zip(weights(net), weights(twin), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == len(opt.buckets.active(dict.fromkeys(net.parameters())))
+    assert not counters["recompile_limit"]
+
+
+def test_an_old_torch_does_not_compile_the_fit(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, *, fullgraph=False: model)
+    with pytest.raises(ValueError, match=r"compile=True needs torch 2\.13 or newer, and this is"):
+        PSGD([torch.zeros(2, requires_grad=True)], compile=True)
 
 
 @pytest.mark.parametrize(

@@ -422,7 +422,7 @@ def test_describe_counts_what_a_step_makes(name):
     opt.step(lambda: loss_of(net))
     assert opt.describe().splitlines()[1:] == rows
     for choice, row in zip(choose(name, net.parameters()), rows, strict=True):
-        held = leaves(opt.state[choice.block.params[0]]["Q"])
+        held = leaves(tuple(opt.state[choice.block.params[0]].values()))
         assert sum(leaf.nbytes for leaf in held) == int(row.split()[-1])
 
 

@@ -131,9 +131,10 @@ def test_lightning_in_bfloat16(hvp, manual, tmp_path):
         close(module.net, plain_loop(hvp))
 
 
-def test_lightning_in_bfloat16_has_no_differences(tmp_path):
-    """A difference of gradients in bfloat16 is refused where the closure returns the loss, and nothing has moved."""
-    module = lightning_module("approx", manual=True)
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_lightning_in_bfloat16_has_no_differences(manual, tmp_path):
+    """A difference of gradients in bfloat16 is refused, with a graph or without one, and nothing has moved."""
+    module = lightning_module("approx", manual)
     with pytest.raises(ValueError, match=r'bfloat16.*hvp="exact"'):
         fit(module, tmp_path, precision="bf16-mixed")
     assert same(weights(module.net), weights(network()))

@@ -32,7 +32,7 @@ def plus_product(y: Tensor, A: Tensor, x: Tensor, alpha: float = 1.0) -> Tensor:
 # %% ../../nbs/learning/02_halves.ipynb #a7a8a705
 def add_product(y: Tensor, A: Tensor, x: Tensor) -> Tensor:
     """Add `A x` to y, a batch of matrices or a view of one, in place; no argument may require a gradient."""
-    return torch.baddbmm(y, A, x, out=y)
+    return y.baddbmm_(A, x)
 
 # %% ../../nbs/learning/02_halves.ipynb #6cf8d833
 _WHOLE = 96  # a triangle with fewer rows is multiplied as a whole
