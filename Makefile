@@ -17,7 +17,7 @@ PARALLEL := -n 2 --dist loadfile
 NOTEBOOKS := $(shell find nbs -name '*.ipynb' -not -path '*/.*')
 BOOK_SOURCES := $(NOTEBOOKS) _toc.yml _config.yml $(wildcard nbs/*.bib nbs/*.toml nbs/_ext/*.py nbs/_static/* nbs/_templates/*)
 
-.PHONY: help book test lab serve run export lint check gpu clean
+.PHONY: help book test lab serve run export lint check bench gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target text; do printf '  make %-7s %s\n' "$$target" "$$text"; done
@@ -61,6 +61,9 @@ lint: .venv/.done ## check style and types
 check: lint book ## exactly what CI runs: style, types, the book, all tests, every notebook under nbval as on another machine, and again here unless it stands as it was run
 	$(BIN)/pytest -n 2 --dist load tests
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/pytest $(NBVAL) $(PARALLEL) nbs
+
+bench: .venv/.done export ## time a step of every method on every model, in half an hour
+	$(BIN)/python -m psgd_lit.experiments bench
 
 gpu: ## measure on a CUDA machine with the system's own python3 and torch
 	$(PYTHON) tests/gpu.py

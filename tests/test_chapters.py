@@ -24,7 +24,7 @@ from nbformat import v4
 Rule = Callable[[Page, list[Page]], Iterator[str]]
 
 NOT_CHAPTERS = {"index", "notation", "claims", "reading", "using_psgd", "ledger", "references"}
-NOT_CHAPTERS |= {"recipes", "recipes_for_trainers", "several_machines"}
+NOT_CHAPTERS |= {"recipes", "recipes_for_trainers", "several_machines", "bench"}
 NOT_CHAPTERS |= {"api", "api_groups", "api_hvp", "api_optimizer", "api_machines"}
 NOT_CHAPTERS |= {"api_measuring", "api_tasks", "api_runs", "api_exhibits"}
 """Pages of reference: the rules of their text and code hold for them, those of a chapter's shape do not."""

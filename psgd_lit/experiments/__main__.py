@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .bench import add_bench
 from .contest import add_contest
 from .methods import METHODS
 from .records import ExperimentError
@@ -290,6 +291,7 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("report", help="what is done, and what remains")
     plan.set_defaults(command=report)
     plan.add_argument("--commands", action="store_true", help="only the commands that remain")
+    add_bench(commands)
     add_contest(commands)
     add_tuned(commands)
     return main
