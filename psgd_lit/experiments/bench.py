@@ -159,7 +159,6 @@ METHODS: dict[str, Contender] = {
     "exact": _ours(),
     "approx": _ours("approx"),
     "whiten": _ours("whiten"),
-    "default schedule": _ours(k=10),
     "no fit": _ours(k=NEVER),
     "scan-or-kron": _ours(form="scan-or-kron"),
     "diagonal": _ours(form="diagonal"),
