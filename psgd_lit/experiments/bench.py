@@ -134,17 +134,17 @@ def _ours(hvp: str = "exact", form: str = "kron", k: int | str = 1) -> Contender
 
 
 def _heavyball(problem: Problem, seed: int, **settings: Any) -> Any:
-    """Return the PSGD of HeavyBall, not compiled."""
-    heavyball = package("heavyball", "heavyball")
-    heavyball.utils.compile_mode = None
-    return heavyball.PSGDKron(problem.model.parameters(), **settings)
+    """Return the PSGD of HeavyBall."""
+    made = package("heavyball", "heavyball").PSGDKron
+    return made(problem.model.parameters(), **settings)
 
 
 def _kron_torch(problem: Problem, seed: int, **settings: Any) -> Any:
     """Return the PSGD of kron-torch."""
     made = package("kron_torch", "kron-torch").Kron
     optimizer = made(problem.model.parameters(), **settings)
-    with contextlib.redirect_stdout(io.StringIO()):  # its first step tells of sizes
+    silent = contextlib.redirect_stdout(io.StringIO())  # its first step tells of sizes
+    with silent, torch.compiler.set_stance("force_eager"):
         for p in problem.model.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.step()
@@ -190,7 +190,7 @@ def make_step(model: str, method: str) -> Callable[[], Any]:
     closure = closure_for(contender, problem, lambda: problem.loss(*data))
 
     def step() -> Any:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
             return optimizer.step(closure)
 
     return step
