@@ -33,22 +33,26 @@ class KronRule:
 
     Attributes:
         max_size: a dimension up to this size gets a triangular (dense) factor, a larger one a diagonal factor.
+        max_entries: a block with more entries than this, such as the embedding of many words, gets diagonal factors alone.
 
-    Source: Li 2018, section III.B.4.
+    Source: Li 2018, section III.B.4; the limits are this library's.
     """
 
     max_size: int = 1024
+    max_entries: int = 2**24
 
     def __call__(self, shape: tuple[int, ...]) -> Group:
         """Return the group for a block of this shape.
 
         Raises:
-            ValueError: if `max_size` is not an integer from 0.
+            ValueError: if a limit is not an integer from 0.
         """
-        size: Any = self.max_size
-        if not isinstance(size, Integral) or operator.index(size) < 0:
-            raise ValueError(f"max_size must be an integer from 0, not {self.max_size!r}")
-        return Kron(*(Triangular() if n <= self.max_size else Diagonal() for n in shape))
+        limits: dict[str, Any] = {"max_size": self.max_size, "max_entries": self.max_entries}
+        for name, limit in limits.items():
+            if not isinstance(limit, Integral) or operator.index(limit) < 0:
+                raise ValueError(f"{name} must be an integer from 0, not {limit!r}")
+        cap = self.max_size if prod(shape) <= self.max_entries else 0
+        return Kron(*(Triangular() if n <= cap else Diagonal() for n in shape))
 
 # %% ../nbs/appendix/07_blocks.ipynb #c95ece82
 @dataclass(frozen=True)
