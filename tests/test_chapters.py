@@ -58,7 +58,6 @@ IN_THE_SPINE = {
     "optimizer/03_psgd",
     "optimizer/04_skipped_updates",
     "evidence/08_wall_time",
-    "evidence/11_noiseless",
     "evidence/06_images",
     "evidence/07_mnist",
     "appendix/03_drawing",
