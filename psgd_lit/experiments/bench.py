@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -133,6 +134,13 @@ def _ours(hvp: str = "exact", form: str = "kron", k: int | str = 1) -> Contender
     return replace(CONTENDERS["exact"], settings=settings)
 
 
+def _theirs(kind: str) -> Contender:
+    """Return the PSGD of psgd-torch, with the factors that ours has."""
+    factors = {"preconditioner_max_size": 1024, "preconditioner_max_skew": math.inf}
+    settings = {"preconditioner_type": kind, **factors}
+    return replace(CONTENDERS["psgd-torch"], settings=settings)
+
+
 def _heavyball(problem: Problem, seed: int, **settings: Any) -> Any:
     """Return the PSGD of HeavyBall."""
     made = package("heavyball", "heavyball").PSGDKron
@@ -164,10 +172,8 @@ METHODS: dict[str, Contender] = {
     "diagonal": _ours(form="diagonal"),
     "esgd": _ours(form="esgd"),
     "splu": _ours(form="splu"),
-    "psgd-torch, exact": replace(
-        CONTENDERS["psgd-torch"], settings={"preconditioner_type": "Newton"}
-    ),
-    "psgd-torch, whiten": CONTENDERS["psgd-torch"],
+    "psgd-torch, exact": _theirs("Newton"),
+    "psgd-torch, whiten": _theirs("whitening"),
     "soap": CONTENDERS["soap"],
     "heavyball": Contender(_heavyball, {}),
     "kron-torch": Contender(_kron_torch, {"preconditioner_update_probability": 1.0}),
