@@ -406,10 +406,14 @@ class Buckets:
             self._kinds, self._shown = kinds, False
         return self._buckets
 
-    def look(self) -> None:
-        """See which buckets have members that wait for their first pair; the host waits."""
+    def look(self, may_wait: bool = True) -> None:
+        """See which buckets have members that wait for their first pair.
+
+        Args:
+            may_wait: whether the host may wait for a device; if not, only buckets on the processor are looked at.
+        """
         for _, bucket in self._buckets:
-            if bucket.may_sleep:
+            if bucket.may_sleep and (may_wait or bucket.device.type == "cpu"):
                 bucket.look()
 
     def keep(self, fitted: Sequence[dict[str, Any]] = ()) -> None:

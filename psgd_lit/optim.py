@@ -540,8 +540,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
             check_settings(group, head, read=False)
         if word := word_of_trouble(head):
             warnings.warn(word, stacklevel=7)
-        if is_read(head["t"]):
-            self.buckets.look()
+        self.buckets.look(is_read(head["t"]))
         return head
 
     def _only_makes_state(self, params: list[Tensor]) -> bool:

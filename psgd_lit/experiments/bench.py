@@ -204,7 +204,8 @@ def make_step(model: str, method: str) -> Callable[[], Any]:
 # %% ../../nbs/optimizer/09_bench.ipynb #b0000016
 def operations_of(step: Callable[[], Any]) -> int | None:
     """Return how many operations of torch a step takes once it has begun; None where torch can't be watched."""
-    step()
+    for _ in range(2):  # at the first step Q begins
+        step()
     try:
         with Tally() as tally:
             step()
