@@ -3,13 +3,13 @@
 # %% auto #0
 __all__ = ['normalization_of']
 
-# %% ../nbs/forms/04_feature_normalisation.ipynb #c2
+# %% ../nbs/forms/04_feature_normalisation.ipynb #6c97842b
 import torch
 from torch import Tensor
 
 from .groups.protocol import State
 
-# %% ../nbs/forms/04_feature_normalisation.ipynb #c14
+# %% ../nbs/forms/04_feature_normalisation.ipynb #f638754c
 def normalization_of(features: Tensor, eps: float = 0.0) -> State:
     """Return the matrix that normalises features, as a state of `Normalization`.
 
