@@ -48,7 +48,6 @@ IN_THE_SPINE = {
     "forms/01_diagonal",
     "forms/02_affine",
     "forms/03_kron",
-    "forms/06_bordered",
     "forms/07_sparse_lu",
     "forms/08_combinator",
     "forms/09_composition",

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['slope_of_normalization_sums', 'normalization_slope', 'Normalization']
 
-# %% ../../nbs/forms/05_scan.ipynb #c2
+# %% ../../nbs/forms/05_scan.ipynb #901b6d18
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .protocol import Group, State, largest_entry
 
-# %% ../../nbs/forms/05_scan.ipynb #c13
+# %% ../../nbs/forms/05_scan.ipynb #f122431f
 def slope_of_normalization_sums(s: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """Return the diagonal and the last column of `a a^T - b b^T` from `s = a + b` and `d = a - b`, in O(n k) operations.
 
@@ -30,12 +30,12 @@ def slope_of_normalization_sums(s: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     column = (s_above * d_last + d_above * s_last).sum(-1) / 2
     return (s * d).sum(-1), column  # eq-normalization-slope
 
-# %% ../../nbs/forms/05_scan.ipynb #c16
+# %% ../../nbs/forms/05_scan.ipynb #573d9899
 def normalization_slope(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `slope_of_normalization_sums` returns, from `a = Q h` and `b = Q^-T v`, `(*batch, n, k)` each."""
     return slope_of_normalization_sums(a + b, a - b)
 
-# %% ../../nbs/forms/05_scan.ipynb #c20
+# %% ../../nbs/forms/05_scan.ipynb #828fecd7
 @dataclass(frozen=True)
 class Normalization(Group):
     """Matrices with a positive diagonal and a last column: a scale and a shift for each input of a layer.
