@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['Action', 'one_for_each', 'Combinator']
 
-# %% ../../nbs/forms/08_combinator.ipynb #c2
+# %% ../../nbs/forms/08_combinator.ipynb #1fb18702
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .protocol import Group, State
 
-# %% ../../nbs/forms/08_combinator.ipynb #c9
+# %% ../../nbs/forms/08_combinator.ipynb #96bf933a
 Action = Callable[[State, Tensor], Tensor]
 
 
@@ -30,7 +30,7 @@ def one_for_each(parts: Sequence[Group], shape: Any) -> list[tuple[Group, Any]]:
         )
     return list(zip(parts, shape, strict=True))
 
-# %% ../../nbs/forms/08_combinator.ipynb #c12
+# %% ../../nbs/forms/08_combinator.ipynb #559aefb9
 @dataclass(frozen=True, init=False, repr=False)
 class Combinator(Group):
     """Matrices that are built from one matrix of each of several groups, the parts.

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['SparseLU']
 
-# %% ../../nbs/forms/07_sparse_lu.ipynb #c2
+# %% ../../nbs/forms/07_sparse_lu.ipynb #e29a7448
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .bordered import Bordered, bordered_difference, bordered_step
 from .protocol import Group, State, largest_entry, power_below
 
-# %% ../../nbs/forms/07_sparse_lu.ipynb #c9
+# %% ../../nbs/forms/07_sparse_lu.ipynb #bbb84116
 @dataclass(frozen=True)
 class SparseLU(Group):
     """Products `Q = L U` of two sparse triangular matrices with positive diagonals.
