@@ -63,8 +63,6 @@ IN_THE_SPINE = {
     "evidence/11_noiseless",
     "evidence/12_where",
     "appendix/03_drawing",
-    "appendix/06_derivatives",
-    "appendix/07_blocks",
     "appendix/08_buckets",
     "appendix/09_settings",
     "appendix/10_examination",
