@@ -41,7 +41,6 @@ GRADES = ["Easy", "Harder", "Project"]
 PROVED_PARTS = {"problem", "criterion", "learning", "forms"}
 """Parts whose chapters state what they derive as definitions, theorems and propositions."""
 IN_THE_SPINE = {
-    "learning/01_lie",
     "learning/02_halves",
     "learning/03_triangular",
     "learning/04_fit",
