@@ -41,11 +41,6 @@ GRADES = ["Easy", "Harder", "Project"]
 PROVED_PARTS = {"problem", "criterion", "learning", "forms"}
 """Parts whose chapters state what they derive as definitions, theorems and propositions."""
 IN_THE_SPINE = {
-    "learning/02_halves",
-    "learning/03_triangular",
-    "learning/04_fit",
-    "forms/01_diagonal",
-    "forms/02_affine",
     "forms/03_kron",
     "forms/04_feature_normalisation",
     "forms/05_scan",
