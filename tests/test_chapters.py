@@ -41,7 +41,6 @@ GRADES = ["Easy", "Harder", "Project"]
 PROVED_PARTS = {"problem", "criterion", "learning", "forms"}
 """Parts whose chapters state what they derive as definitions, theorems and propositions."""
 IN_THE_SPINE = {
-    "forms/03_kron",
     "forms/04_feature_normalisation",
     "forms/05_scan",
     "forms/06_bordered",
@@ -49,7 +48,6 @@ IN_THE_SPINE = {
     "forms/08_combinator",
     "forms/09_composition",
     "forms/10_family",
-    "optimizer/03_psgd",
     "optimizer/04_skipped_updates",
     "evidence/01_rosenbrock",
     "evidence/02_sequences",

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['Diagonal', 'running_rms', 'Equilibration']
 
-# %% ../../nbs/forms/01_diagonal.ipynb #c2
+# %% ../../nbs/forms/01_diagonal.ipynb #e659f87e
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .protocol import Group, State, checked_step_size, largest_entry
 
-# %% ../../nbs/forms/01_diagonal.ipynb #c11
+# %% ../../nbs/forms/01_diagonal.ipynb #fe3f9a99
 @dataclass(frozen=True)
 class Diagonal(Group):
     """Diagonal matrices with positive entries.
@@ -98,7 +98,7 @@ class Diagonal(Group):
         """Return Q as a dense matrix."""
         return torch.diag_embed(self.diagonal(Q))
 
-# %% ../../nbs/forms/01_diagonal.ipynb #c15
+# %% ../../nbs/forms/01_diagonal.ipynb #1de95353
 def running_rms(rms: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Return the root of `(1 - weight) rms^2 + weight mean(x^2)` without squaring, over the whole range of a dtype.
 
@@ -110,7 +110,7 @@ def running_rms(rms: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     columns = ((weight / x.shape[-1]).sqrt()[..., None] * x).unbind(-1)
     return reduce(torch.hypot, columns, (1 - weight).sqrt() * rms)  # eq-running-rms
 
-# %% ../../nbs/forms/01_diagonal.ipynb #c19
+# %% ../../nbs/forms/01_diagonal.ipynb #53c25639
 @dataclass(frozen=True)
 class Equilibration(Diagonal):
     """Diagonal matrices learned in closed form, `P = diag(sqrt(E[v v] / E[h h]))`: equilibrated SGD.
