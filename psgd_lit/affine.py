@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['as_real', 'Piece', 'Block', 'parameter_block', 'flat_block', 'affine_block', 'layer_blocks', 'affine_blocks']
 
-# %% ../nbs/forms/02_affine.ipynb #c2
+# %% ../nbs/forms/02_affine.ipynb #2f335605
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -11,12 +11,12 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-# %% ../nbs/forms/02_affine.ipynb #c5
+# %% ../nbs/forms/02_affine.ipynb #de0078d2
 def as_real(x: Tensor) -> Tensor:
     """Return a complex tensor as a real one with a last dimension of two, and a real tensor as it is."""
     return torch.view_as_real(x) if x.is_complex() else x
 
-# %% ../nbs/forms/02_affine.ipynb #c8
+# %% ../nbs/forms/02_affine.ipynb #9e576c25
 @dataclass(frozen=True, eq=False)
 class Piece:
     """The entries of one parameter as part of a block.
@@ -47,7 +47,7 @@ class Piece:
             array = array.reshape([self.view[i] for i in self.order]).permute(back)
         return array.reshape(as_real(self.param).shape)
 
-# %% ../nbs/forms/02_affine.ipynb #c12
+# %% ../nbs/forms/02_affine.ipynb #7bf20d66
 @dataclass(frozen=True, eq=False)
 class Block:
     """A bijection between the entries of parameters and one array of shape `(batch, n1, ..., nd)`.
@@ -98,7 +98,7 @@ class Block:
             piece.param: piece.put(part) for piece, part in zip(self.pieces, parts, strict=True)
         }
 
-# %% ../nbs/forms/02_affine.ipynb #c16
+# %% ../nbs/forms/02_affine.ipynb #dbd9e767
 def parameter_block(p: Tensor) -> Block:
     """Return the block that one parameter fills: a vector or a matrix.
 
@@ -109,12 +109,12 @@ def parameter_block(p: Tensor) -> Block:
         return Block((Piece(p, (1, p.numel())),))
     return Block((Piece(p, (1, shape[0], prod(shape[1:]))),))
 
-# %% ../nbs/forms/02_affine.ipynb #c20
+# %% ../nbs/forms/02_affine.ipynb #4cf29b5e
 def flat_block(params: Iterable[Tensor]) -> Block:
     """Return the block of all entries of several parameters as one vector."""
     return Block(tuple(Piece(p, (1, as_real(p).numel())) for p in params))
 
-# %% ../nbs/forms/02_affine.ipynb #c23
+# %% ../nbs/forms/02_affine.ipynb #8df778e5
 def affine_block(
     weight: Tensor | None,
     bias: Tensor | None = None,
@@ -145,7 +145,7 @@ def affine_block(
         pieces.append(Piece(bias, (batch, rows, as_real(bias).numel() // (batch * rows))))
     return [Block(tuple(pieces), bias is not None and not bias.is_complex())]  # eq-affine
 
-# %% ../nbs/forms/02_affine.ipynb #c27
+# %% ../nbs/forms/02_affine.ipynb #dcea99e7
 _CONV1D = "transformers.pytorch_utils.Conv1D"  # a linear layer that stores its inputs first
 
 
@@ -183,7 +183,7 @@ def layer_blocks(layer: nn.Module) -> list[Block]:
             ] or affine_block(own("in_proj_weight"), own("in_proj_bias"), 3 * layer.num_heads)
     return []
 
-# %% ../nbs/forms/02_affine.ipynb #c31
+# %% ../nbs/forms/02_affine.ipynb #5accb498
 def affine_blocks(model: nn.Module) -> list[Block]:
     """Return the affine transformations of a model as blocks, for the argument `blocks` of the optimizer.
 
