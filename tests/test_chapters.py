@@ -28,7 +28,7 @@ NOT_CHAPTERS |= {"recipes", "recipes_for_trainers", "several_machines"}
 NOT_CHAPTERS |= {"api", "api_groups", "api_hvp", "api_optimizer", "api_machines"}
 NOT_CHAPTERS |= {"api_measuring", "api_tasks", "api_runs", "api_exhibits"}
 """Pages of reference: the rules of their text and code hold for them, those of a chapter's shape do not."""
-WITHOUT_MODULE = {"family", "history", "ten_lines", "two_noises", "workshop"}
+WITHOUT_MODULE = {"family", "history", "skipped_updates", "ten_lines", "two_noises", "workshop"}
 """Chapters that use the library and add nothing to it."""
 SPINE = ["Question", "Derive", "Code", "Check", "See", "Touch", "Break", "Recap"]
 EXPERIMENT_SPINE = ["Claim", "Setup", "Run", "Verdict"]
@@ -48,7 +48,6 @@ IN_THE_SPINE = {
     "forms/08_combinator",
     "forms/09_composition",
     "forms/10_family",
-    "optimizer/04_skipped_updates",
     "evidence/01_rosenbrock",
     "evidence/02_sequences",
     "evidence/03_addition",

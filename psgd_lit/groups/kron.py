@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['unfold', 'act_along', 'kronecker_product', 'levelling_shifts', 'shifts_in_range', 'power_of_two', 'Kron']
 
-# %% ../../nbs/forms/03_kron.ipynb #c2
+# %% ../../nbs/forms/03_kron.ipynb #b1c7a0de
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -17,7 +17,7 @@ from torch import Tensor
 from .combinator import Action, Combinator, one_for_each
 from .protocol import Group, State, power_below
 
-# %% ../../nbs/forms/03_kron.ipynb #c15
+# %% ../../nbs/forms/03_kron.ipynb #011c4420
 def unfold(x: Tensor, sizes: Sequence[int], i: int) -> Tensor:
     """Return the unfolding along dimension i of a block stored as vectors.
 
@@ -36,7 +36,7 @@ def unfold(x: Tensor, sizes: Sequence[int], i: int) -> Tensor:
         .flatten(batch_dims + 1)
     )
 
-# %% ../../nbs/forms/03_kron.ipynb #c19
+# %% ../../nbs/forms/03_kron.ipynb #d819f84a
 def act_along(
     action: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int], i: int
 ) -> Tensor:
@@ -55,12 +55,12 @@ def act_along(
     acted = torch.unflatten(action(unfold(x, sizes, i)), -1, (*sizes[:i], *sizes[i + 1 :], k))
     return acted.movedim(batch_dims, batch_dims + i).flatten(batch_dims, -2)
 
-# %% ../../nbs/forms/03_kron.ipynb #c23
+# %% ../../nbs/forms/03_kron.ipynb #7c6aa385
 def kronecker_product(A: Tensor, B: Tensor) -> Tensor:
     """Return `A (x) B` for each member of the batch, shape `(*batch, m p, n q)` from `(*batch, m, n)` and `(*batch, p, q)`."""
     return torch.einsum("...ij,...kl->...ikjl", A, B).flatten(-4, -3).flatten(-2)
 
-# %% ../../nbs/forms/03_kron.ipynb #c26
+# %% ../../nbs/forms/03_kron.ipynb #1db42b60
 def levelling_shifts(exponents: Tensor) -> Tensor:
     """Return the integers that bring d exponents within one of each other, and that add up to zero.
 
@@ -71,7 +71,7 @@ def levelling_shifts(exponents: Tensor) -> Tensor:
     i = torch.arange(d, device=exponents.device).reshape(d, *[1] * total.dim())
     return (total + i) // d - exponents  # eq-kron-balance
 
-# %% ../../nbs/forms/03_kron.ipynb #c30
+# %% ../../nbs/forms/03_kron.ipynb #89b66056
 def shifts_in_range(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `levelling_shifts`, or smaller ones, where one of them has no power of two in the dtype.
 
@@ -86,12 +86,12 @@ def shifts_in_range(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     fits = (shifts.abs() <= most).all(0)
     return torch.where(fits, shifts, levelling_shifts(exponents // 2))
 
-# %% ../../nbs/forms/03_kron.ipynb #c33
+# %% ../../nbs/forms/03_kron.ipynb #6b8a65a9
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `2^exponent` for integer exponents, exact over the whole range of the dtype."""
     return power_below(torch.exp2(exponent.to(dtype) + 0.5))
 
-# %% ../../nbs/forms/03_kron.ipynb #c36
+# %% ../../nbs/forms/03_kron.ipynb #36f70dc7
 @dataclass(frozen=True, init=False, repr=False)
 class Kron(Combinator):
     """Kronecker products of matrices of any groups, one for each dimension of a block.
