@@ -4,7 +4,7 @@
 __all__ = ['Pairs', 'period', 'average', 'averages', 'hold_averages', 'Move', 'planned_move', 'planned_moves', 'undefined_if_bad',
            'damped_pairs', 'all_finite', 'fits', 'tried', 'PSGD']
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c2
+# %% ../nbs/optimizer/03_psgd.ipynb #e22ca05f
 import math
 import operator
 import warnings
@@ -64,7 +64,7 @@ from psgd_lit.settings import (
     saving,
 )
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c5
+# %% ../nbs/optimizer/03_psgd.ipynb #c72927c3
 def period(update_every: int | str | Callable[[int], int], t: int) -> int:
     """Return k(t): the preconditioner is fitted at iterations that k divides.
 
@@ -89,7 +89,7 @@ def period(update_every: int | str | Callable[[int], int], t: int) -> int:
         return max(len(str(t)) - 1, 1)  # the digits of t count its logarithm without rounding
     return int(update_every)
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c9
+# %% ../nbs/optimizer/03_psgd.ipynb #ce6ea749
 def average(past: Tensor | None, g: Tensor, n: Tensor, momentum: float) -> Tensor:
     """Return the average of past and present gradients of one parameter, in float32 or wider.
 
@@ -105,7 +105,7 @@ def average(past: Tensor | None, g: Tensor, n: Tensor, momentum: float) -> Tenso
     weight = (1 / (n.to(past) + 1)).clamp(min=1 - momentum)
     return past.lerp(as_real(g).to(past.dtype), weight)  # eq-momentum
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c12
+# %% ../nbs/optimizer/03_psgd.ipynb #12e8286e
 def averages(
     groups: Iterable[dict[str, Any]],
     state: Mapping[Tensor, dict[str, Any]],
@@ -121,7 +121,7 @@ def averages(
                 means[p] = average(past, gradient[p], n, group["momentum"])
     return means
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c14
+# %% ../nbs/optimizer/03_psgd.ipynb #6bc99b1c
 def hold_averages(
     state: Mapping[Tensor, dict[str, Any]], means: Mapping[Tensor, Tensor], finite: Tensor
 ) -> None:
@@ -131,7 +131,7 @@ def hold_averages(
         other = torch.zeros_like(mean) if past is None else past.to(mean)
         mean.copy_(mean.where(finite.to(mean.device), other))
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c17
+# %% ../nbs/optimizer/03_psgd.ipynb #27a5801b
 class Move(NamedTuple):
     """What a step will do to the parameters of a bucket.
 
@@ -153,7 +153,7 @@ class Move(NamedTuple):
         if real:
             torch._foreach_sub_(real, self.steps)  # eq-psgd
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c19
+# %% ../nbs/optimizer/03_psgd.ipynb #92e83c3a
 def planned_move(
     group: dict[str, Any],
     bucket: Bucket,
@@ -180,7 +180,7 @@ def planned_move(
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c21
+# %% ../nbs/optimizer/03_psgd.ipynb #13001f12
 def planned_moves(
     groups: Sequence[dict[str, Any]],
     active: Sequence[tuple[dict[str, Any], Bucket]],
@@ -213,7 +213,7 @@ def planned_moves(
     finite = factor > 0
     return [planned_move(*one, gradient, factor, finite) for one in ahead], finite
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c24
+# %% ../nbs/optimizer/03_psgd.ipynb #efd709ed
 def undefined_if_bad(
     found: Derivatives, params: Sequence[Tensor], overflow: Tensor | None, shared: bool
 ) -> Derivatives:
@@ -245,7 +245,7 @@ def undefined_if_bad(
     gradient[i] = g.masked_fill(bad, math.nan)
     return found._replace(gradient=gradient)
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c27
+# %% ../nbs/optimizer/03_psgd.ipynb #2f5d5804
 Pairs = Mapping[Tensor, tuple[Tensor, Tensor]]
 
 
@@ -274,7 +274,7 @@ def damped_pairs(
         products |= zip(mine, damped, strict=True)
     return probes, products
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c30
+# %% ../nbs/optimizer/03_psgd.ipynb #7dc66f9e
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether all entries of some tensors are finite, a boolean number on the device of the first one."""
     real = [as_real(x) for x in tensors]
@@ -282,7 +282,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     dtype = reduce(torch.promote_types, [x.dtype for x in real], torch.float32)
     return torch.stack([x.to(real[0].device, dtype) for x in ends]).isfinite().all()
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c32
+# %% ../nbs/optimizer/03_psgd.ipynb #d2b313d2
 def fits(
     active: Iterable[tuple[dict[str, Any], Bucket]],
     ready: Iterable[Any],
@@ -318,7 +318,7 @@ def fits(
     ]
     return states, finite & ~all_finite(list(products.values())).to(finite.device)
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c35
+# %% ../nbs/optimizer/03_psgd.ipynb #7e58e724
 def tried(
     moves: Iterable[Move], state: Mapping[Tensor, dict[str, Any]], refused: Tensor, part: Tensor
 ) -> tuple[list[Move], dict[Tensor, dict[str, Tensor]]]:
@@ -344,7 +344,7 @@ def tried(
         new.append(Move(move.params, None, steps))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c38
+# %% ../nbs/optimizer/03_psgd.ipynb #d90f5ce2
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
