@@ -28,7 +28,7 @@ NOT_CHAPTERS |= {"recipes", "recipes_for_trainers", "several_machines", "bench"}
 NOT_CHAPTERS |= {"api", "api_groups", "api_hvp", "api_optimizer", "api_machines"}
 NOT_CHAPTERS |= {"api_measuring", "api_tasks", "api_runs", "api_exhibits"}
 """Pages of reference: the rules of their text and code hold for them, those of a chapter's shape do not."""
-WITHOUT_MODULE = {"family", "history", "ten_lines", "two_noises", "workshop"}
+WITHOUT_MODULE = {"family", "history", "skipped_updates", "ten_lines", "two_noises", "workshop"}
 """Chapters that use the library and add nothing to it."""
 SPINE = ["Question", "Derive", "Code", "Check", "See", "Touch", "Break", "Recap"]
 EXPERIMENT_SPINE = ["Claim", "Setup", "Run", "Verdict"]
@@ -41,15 +41,6 @@ GRADES = ["Easy", "Harder", "Project"]
 PROVED_PARTS = {"problem", "criterion", "learning", "forms"}
 """Parts whose chapters state what they derive as definitions, theorems and propositions."""
 IN_THE_SPINE = {
-    "learning/01_lie",
-    "learning/02_halves",
-    "learning/03_triangular",
-    "learning/04_fit",
-    "forms/01_diagonal",
-    "forms/02_affine",
-    "forms/03_kron",
-    "optimizer/03_psgd",
-    "optimizer/04_skipped_updates",
     "evidence/06_images",
     "evidence/07_mnist",
     "appendix/03_drawing",
