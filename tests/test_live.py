@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from psgd_lit.live import _CHECKS, EXHIBITS, bundle, live, normals, static_page
+from psgd_lit.exhibit import bundle, normals, static_page
+from psgd_lit.live import _CHECKS, EXHIBITS, live
 
 try:
     from playwright.sync_api import Browser, Page

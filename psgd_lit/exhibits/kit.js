@@ -1,6 +1,6 @@
 // What all exhibits share: random numbers, pictures, controls. No framework, no request.
 
-/** Standard normal numbers from a seed, by mulberry32 and Box-Muller; psgd_lit.live.normals draws the same. */
+/** Standard normal numbers from a seed, by mulberry32 and Box-Muller; psgd_lit.exhibit.normals draws the same. */
 export function normals(seed) {
   let a = seed >>> 0;
   const uniform = () => {
