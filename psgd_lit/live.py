@@ -2,7 +2,8 @@
 
 # %% auto #0
 __all__ = ['STARTS', 'REACH', 'Move', 'SPECTRUM', 'EXHIBITS', 'surface', 'mover', 'walk', 'race_check', 'criterion_check',
-           'march_check', 'climb_check', 'pole_check', 'live']
+           'march_check', 'climb_check', 'pole_check', 'valley_check', 'cliff_check', 'mixture_check', 'cloud_check',
+           'paint_check', 'live']
 
 # %% ../nbs/appendix/30_live.ipynb #15e4addc
 import math
@@ -14,10 +15,16 @@ from torch import Tensor
 
 from .criterion import optimal_preconditioner, preconditioned_eigenvalues
 from .exhibit import Live, normals
+from .features import normalization_of
+from .groups.diagonal import Diagonal
 from .groups.first_scale import first_scale
-from .groups.protocol import State
+from .groups.fit import NORMALIZERS, learn, start
+from .groups.kron import Kron
+from .groups.normalization import Normalization
+from .groups.protocol import Group, State
+from .groups.sparse_lu import SparseLU
 from .groups.triangular import Triangular
-from .regularization import DAMPING_KINDS, damp
+from .regularization import DAMPING_KINDS, clip_factor, damp
 
 # %% ../nbs/appendix/30_live.ipynb #0d54cccc
 STARTS = {"valley": [0.93, 1.48], "saddle": [-0.6, 1.05], "rosenbrock": [-1.0, 1.0]}
@@ -142,8 +149,8 @@ def race_check(state: Mapping[str, Any]) -> dict[str, Any]:
         state: the settings of the race; its noise and condition are replaced by those of the comparison.
     """
     cases = []
-    for name, start in STARTS.items():
-        rough = {"surface": name, "condition": 30.0, "start": start, "noise": 0.02}
+    for name, origin in STARTS.items():
+        rough = {"surface": name, "condition": 30.0, "start": origin, "noise": 0.02}
         case = {key: state[key] for key in ("angle", "seed")} | rough
         runs = {}
         for method, (rate, second) in _SETTINGS.items():
@@ -221,10 +228,10 @@ def climb_check(state: Mapping[str, Any]) -> dict[str, Any]:
         state: the settings of the exhibit "climb": condition, angle and start.
     """
     loss, cases = surface("saddle", state["condition"], state["angle"]), []
-    for start in (state["start"], [-1.3, 0.7], [0.1, 1.6]):
+    for origin in (state["start"], [-1.3, 0.7], [0.1, 1.6]):
         paths = {}
         for name, size in (("newton", torch.clone), ("psgd", torch.abs)):
-            points = [torch.tensor(start, dtype=torch.float64)]
+            points = [torch.tensor(origin, dtype=torch.float64)]
             for _ in range(10):
                 x = points[-1].clone().requires_grad_()
                 [g] = torch.autograd.grad(loss(x), x, create_graph=True)
@@ -233,7 +240,7 @@ def climb_check(state: Mapping[str, Any]) -> dict[str, Any]:
                 move = -U @ ((U.T @ g.detach()) / size(eigenvalues))
                 points.append(points[-1] + move / max(1.0, float(move.norm()) / 0.5))
             paths[name] = [point.tolist() for point in points]
-        case = {"condition": state["condition"], "angle": state["angle"], "start": start}
+        case = {"condition": state["condition"], "angle": state["angle"], "start": origin}
         cases.append({"state": case, **paths})
     return {"cases": cases}
 
@@ -255,6 +262,176 @@ def pole_check(state: Mapping[str, Any]) -> dict[str, Any]:
         settings = {key: state[key] for key in ("damping", "noise")}
         cases.append({"kind": kind, **settings, "curvatures": c.tolist(), "gains": gains})
     return {"cases": cases}
+
+# %% ../nbs/appendix/30_live.ipynb #new1183487
+def valley_check(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return for no P, the best diagonal and the best dense P the eigenvalues of P H and ten steps.
+
+    Args:
+        state: the settings of the exhibit "valley": angle, the curvature `along` it, and start.
+    """
+    cases, eye = [], torch.eye(2, dtype=torch.float64)
+    for angle, along in ((state["angle"], state["along"]), (1.0, -0.4)):
+        c, s = math.cos(angle), math.sin(angle)
+        U = torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
+        H = U @ torch.diag(U.new_tensor([along, 1.0])) @ U.T
+        each = optimal_preconditioner((H @ H).diagonal()[:, None, None])[:, 0, 0]
+        forms = {}
+        for name, P in (
+            ("none", eye),
+            ("diagonal", torch.diag(each)),
+            ("dense", optimal_preconditioner(H @ H)),
+        ):
+            values = preconditioned_eigenvalues(P, H)
+            points = [torch.tensor(state["start"], dtype=torch.float64)]
+            for _ in range(10):
+                points.append(points[-1] - 0.5 / values.abs().max() * (P @ (H @ points[-1])))
+            forms[name] = {
+                "P": [P[0, 0].item(), P[0, 1].item(), P[1, 1].item()],
+                "values": values.tolist(),
+                "path": [point.tolist() for point in points],
+            }
+        case = {"angle": angle, "along": along, "start": state["start"]}
+        cases.append({"state": case, "forms": forms})
+    return {"cases": cases}
+
+# %% ../nbs/appendix/30_live.ipynb #new4558837
+def cliff_check(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every fifth point, and length of P g, of runs that are clipped and damped, of neither, and of both at once.
+
+    Args:
+        state: the settings of the exhibit "cliff": start, threshold, damping, the step size of Q, and seed.
+    """
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.expm1(x[0]) - x[0] + x[1].square() / 2
+
+    cases, group = [], Triangular()
+    own = {key: state[key] for key in ("threshold", "damping")}
+    for limits, steps in (
+        (own, 60),
+        ({"damping": 0.0}, 20),
+        ({"threshold": 3.0, "damping": 0.2}, 60),
+    ):
+        case = {key: state[key] for key in ("start", "step", "seed")} | limits
+        points = [torch.tensor(state["start"], dtype=torch.float64)]
+        Q, lengths = group.init(2, dtype=torch.float64), []
+        for v, u in normals(state["seed"], 4 * steps).reshape(steps, 2, 2, 1):
+            x = points[-1].clone().requires_grad_()
+            [g] = torch.autograd.grad(loss(x), x, create_graph=True)
+            (h,) = damp(
+                torch.autograd.grad(g, x, v[:, 0]), [v[:, 0]], [u[:, 0]], limits["damping"]
+            )
+            move = group.precondition(Q, g.detach()[:, None])[:, 0]
+            lengths.append(move.norm().item())
+            factor = clip_factor([move], limits.get("threshold", math.inf))
+            points.append(points[-1] - 0.5 * factor * move)
+            Q = group.update(Q, v, h[:, None], state["step"])
+        path = [point.tolist() for point in points[::5]]
+        cases.append({"state": case, "every": 5, "path": path, "lengths": lengths[::5]})
+    return {"cases": cases}
+
+# %% ../nbs/appendix/30_live.ipynb #new7843372
+def mixture_check(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every tenth P of twelve runs over 100 pairs, by each rule, and the P where the criterion is least.
+
+    Args:
+        state: the settings of the exhibit "mixture": share, the small curvature, the step size of Q, and seed.
+    """
+    cases, group, pairs = [], Diagonal(), 100
+    for rule in NORMALIZERS:
+        case = {key: state[key] for key in ("share", "small", "step", "seed")} | {"rule": rule}
+        v, *turn = normals(state["seed"], 36 * pairs).reshape(pairs, 12, 3).unbind(-1)
+        rare = torch.atan2(*turn).abs() < math.pi * state["share"]
+        h = torch.where(rare, v, state["small"] * v)
+        fit = start(group, group.init(1, (12,), dtype=torch.float64))
+        found = [group.diagonal(fit.Q).square()[:, 0]]
+        for t in range(pairs):
+            fit = learn(
+                group, fit, v[t, :, None, None], h[t, :, None, None], state["step"], rule
+            )
+            found.append(group.diagonal(fit.Q).square()[:, 0])
+        moment = state["share"] + (1 - state["share"]) * state["small"] ** 2
+        best = optimal_preconditioner(torch.tensor([[moment]], dtype=torch.float64)).item()
+        thin = torch.stack(found[::_EVERY], 1).tolist()
+        cases.append({"state": case, "every": _EVERY, "found": thin, "best": best})
+    return {"cases": cases}
+
+# %% ../nbs/appendix/30_live.ipynb #new10864463
+_UPDATES = 60
+
+
+def cloud_check(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Q, and the eigenvalues of P H, without Q, for the best diagonal, for batch normalisation and for SCAN.
+
+    Args:
+        state: the settings of the exhibit "cloud": start, which is the mean, the scale `wide`, and correlation.
+    """
+    own = tuple(state[key] for key in ("start", "wide", "correlation"))
+    cases, group, eye = [], Normalization(), torch.eye(3, dtype=torch.float64)
+    corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * 2)
+    for mean, wide, r in (own, ([-1.5, 0.5], 2.0, -0.6)):
+        root = eye.new_tensor([[wide, 0.0], [r, (1 - r * r) ** 0.5]])
+        x = torch.cat([corners @ root.T + eye.new_tensor(mean), torch.ones(4, 1).to(eye)], 1)
+        H, Q = x.T @ x / 4, group.init(3, dtype=torch.float64)
+        for t in range(_UPDATES):
+            Q = group.update(Q, eye, H, 0.5 * 0.01 ** (t / 200))
+        each = optimal_preconditioner((H @ H).diagonal()[:, None, None])[:, 0, 0]
+        factors = {
+            "none": eye,
+            "diagonal": torch.diag(each.sqrt()),
+            "batch": group.matrix(normalization_of(x[:, :2])),
+            "scan": group.matrix(Q),
+        }
+        found = {
+            name: {"Q": F.tolist(), "values": torch.linalg.eigvalsh(F @ H @ F.T).tolist()}
+            for name, F in factors.items()
+        }
+        case = {"start": mean, "wide": wide, "correlation": r}
+        cases.append({"state": case, "updates": _UPDATES, "found": found})
+    return {"cases": cases}
+
+# %% ../nbs/appendix/30_live.ipynb #new13451266
+_INPUTS = torch.tensor(
+    [[2.0, 1.0, 0.0, 1.0], [1.0, 1.5, 0.0, 0.5], [0.0, 0.0, 1.0, 0.0], [1.0, 0.5, 0.0, 1.0]]
+)
+_T, _D = Triangular(), Diagonal()
+_PAINTED: dict[str, Group] = {
+    "dense": _T,
+    "splu": SparseLU(2),
+    "tt": Kron(_T, _T),
+    "td": Kron(_T, _D),
+    "dt": Kron(_D, _T),
+    "scan": Kron(_D, Normalization()),
+    "diagonal": _D,
+}
+
+
+def paint_check(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the eigenvalues of P H for seven forms that have learned two Hessians of a (2, 4) layer, and their entries.
+
+    Args:
+        state: the settings of the exhibit "paint"; its matrix is read.
+    """
+    A, eye = normals(3, 64).reshape(8, 8), torch.eye(8, dtype=torch.float64)
+    painted = torch.tensor(state["matrix"], dtype=torch.float64).reshape(8, 8)
+    H, values = torch.stack([painted, A + A.T]), {}
+    for name, group in _PAINTED.items():
+        Q = group.init(group.shape_for((2, 4)), (2,), dtype=torch.float64)
+        for t in range(_UPDATES):
+            Q = group.update(Q, eye.expand(2, 8, 8), H, 0.5 * 0.01 ** (t / 150))
+        F = group.matrix(Q)
+        values[name] = torch.linalg.eigvalsh(F @ H @ F.mT)
+    cases = [
+        {
+            "matrix": H[i].flatten().tolist(),
+            "updates": _UPDATES,
+            "values": {k: e[i].tolist() for k, e in values.items()},
+        }
+        for i in (0, 1)
+    ]
+    entries = {name: group.numel(group.shape_for((2, 4))) for name, group in _PAINTED.items()}
+    return {"entries": entries, "cases": cases}
 
 # %% ../nbs/appendix/30_live.ipynb #fdbb354b
 EXHIBITS: dict[str, dict[str, Any]] = {
@@ -281,6 +458,31 @@ EXHIBITS: dict[str, dict[str, Any]] = {
     "march": {"step": 0.1, "noise": 0.0, "seed": 5, "t": 300},
     "climb": {"condition": 4.0, "angle": 0.6, "start": [0.35, 0.35]},
     "pole": {"damping": 0.1, "noise": 0.0, "curvature": -0.14},
+    "valley": {"angle": 0.26, "along": 0.05, "start": [-1.2, 1.4]},
+    "cliff": {
+        "start": [-20.0, 6.0],
+        "threshold": 5.0,
+        "damping": 0.0,
+        "step": 0.1,
+        "seed": 2,
+        "t": 300,
+    },
+    "mixture": {
+        "share": 0.1,
+        "small": 0.01,
+        "rule": "pair",
+        "step": 0.05,
+        "seed": 1,
+        "t": 1000,
+    },
+    "cloud": {"start": [2.0, -1.0], "wide": 0.7, "correlation": 0.0},
+    "paint": {
+        "preset": "layer",
+        "brush": "1",
+        "matrix": torch.kron(torch.tensor([[2.0, 0.0], [0.0, 0.5]]), _INPUTS)
+        .flatten()
+        .tolist(),
+    },
 }
 _CHECKS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "race": race_check,
@@ -288,6 +490,11 @@ _CHECKS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "march": march_check,
     "climb": climb_check,
     "pole": pole_check,
+    "valley": valley_check,
+    "cliff": cliff_check,
+    "mixture": mixture_check,
+    "cloud": cloud_check,
+    "paint": paint_check,
 }
 
 

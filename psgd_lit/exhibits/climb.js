@@ -1,5 +1,5 @@
 // A saddle by hand: from each point, where Newton's steps go, and where those of the inverse of |H| go.
-import { agree, arrow, difference, grip, inks, mount, note, put, scales, sheet, slider, stroke, terrain, watch } from "./kit.js";
+import { agree, arrow, crosses, difference, grip, inks, mount, note, put, scales, sheet, slider, stroke, tell, terrain, watch } from "./kit.js";
 
 const BOX = [-2, 2, -2, 2], REACH = 0.5, STEPS = 30;
 
@@ -58,7 +58,7 @@ export function render({ model, el }) {
     c.drawImage(ground, 0, 0, w, h);
     c.fillStyle = `${ink("newton")}38`;
     for (let X = 0; X < w; X += cell) for (let Y = 0; Y < h; Y += cell) if (p.climbs(...from(X + cell / 2, Y + cell / 2))) c.fillRect(X, Y, cell, cell);
-    for (const z of p.minima.map(to)) for (const [i, j] of [[7, 0], [0, 7]]) stroke(c, [[z[0] - i, z[1] - j], [z[0] + i, z[1] + j]], { colour: ink("ink") });
+    crosses(c, p.minima.map(to), ink("ink"));
     const down = p.down(...get("start")), size = 0.5 / (Math.hypot(...down) || 1);
     arrow(c, start, to([0, 1].map(i => get("start")[i] + size * down[i])), ink("sgd"));
     for (const name of ["newton", "psgd"]) {
@@ -70,7 +70,7 @@ export function render({ model, el }) {
     note(c, "drag me", start[0], start[1] - 18, ink, "center");
     const loss = name => p.f(...found[name][STEPS]).toFixed(3), [x, y] = get("start");
     const text = `${p.climbs(x, y) ? "Here Newton's step points uphill." : "Here Newton's step points downhill."} From the loss ${p.f(x, y).toFixed(3)}, Newton's method ends at ${loss("newton")} and the inverse of |H| at ${loss("psgd")}.`;
-    if ($(".lv-say").textContent !== text) $(".lv-say").textContent = text;
+    tell($(".lv-say"), text);
     $(".lv-map").setAttribute("aria-label", `A saddle between two minima; the strip where Newton's step points uphill is red. ${text}`);
   }
   agree($(".lv-agrees"), check(get("check")));

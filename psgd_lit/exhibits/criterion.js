@@ -1,20 +1,13 @@
 // What the criterion asks of P: turn the Hessian, and give its products and the gradient noise of their own.
-import { agree, arrow, chart, difference, dots, grip, inks, mount, normals, note, put, scales, sheet, slider, stroke, terrain, watch } from "./kit.js";
+import { times, turned } from "./algebra.js";
+import { agree, arrow, chart, crosses, difference, dots, grip, inks, mount, normals, note, put, scales, sheet, slider, stroke, tell, terrain, watch } from "./kit.js";
 
 const BOX = [-2, 2, -2, 2], STEEP = 1, POINTS = 150;
-
-/** The symmetric matrix [xx, xy, yy] with these eigenvalues, the first along the angle. */
-export function matrix(angle, first, second) {
-  const c = Math.cos(angle), s = Math.sin(angle);
-  return [c * c * first + s * s * second, c * s * (first - second), s * s * first + c * c * second];
-}
-
-const times = ([xx, xy, yy], [x, y]) => [xx * x + xy * y, xy * x + yy * y];
 
 /** H, the best P for products with noise, the eigenvalues of P H, and where noisy steps end, with P and with H^-1. */
 export function steps({ angle, along, products, gradients, start, seed }, count = POINTS) {
   const best = l => 1 / Math.sqrt(l * l + products * products), normal = normals(seed);
-  const H = matrix(angle, along, STEEP), P = matrix(angle, best(along), best(STEEP)), inverse = matrix(angle, 1 / along, 1 / STEEP);
+  const H = turned(angle, along, STEEP), P = turned(angle, best(along), best(STEEP)), inverse = turned(angle, 1 / along, 1 / STEEP);
   const g = times(H, start), clouds = { psgd: [], newton: [] };
   for (let i = 0; i < count; i++) {
     const noisy = [g[0] + gradients * normal(), g[1] + gradients * normal()];
@@ -56,7 +49,7 @@ export function render({ model, el }) {
   function drawMap() {
     const [c, w, h] = sheet($(".lv-map")), [to] = scales(BOX, w, h), [X, Y] = to(get("start")), mean = cloud => [0, 1].map(i => cloud.reduce((a, z) => a + z[i], 0) / cloud.length);
     c.drawImage(ground, 0, 0, w, h);
-    for (const [i, j] of [[7, 0], [0, 7]]) stroke(c, [[w / 2 - i, h / 2 - j], [w / 2 + i, h / 2 + j]], { colour: ink("ink") });
+    crosses(c, [[w / 2, h / 2]], ink("ink"));
     for (const name of ["newton", "psgd"]) {
       dots(c, now[name].map(to), `${ink(name)}90`, 2.2);
       arrow(c, [X, Y], to(mean(now[name])), ink(name));
@@ -65,7 +58,7 @@ export function render({ model, el }) {
     note(c, "drag me", X + 16, Y - 10, ink);
   }
   function ring(c, to) { // { P^(1/2) u, |u| = r }
-    const [x, y] = get("start"), best = l => (l * l + get("products") ** 2) ** -0.25, half = matrix(get("angle"), best(get("along")), best(STEEP));
+    const [x, y] = get("start"), best = l => (l * l + get("products") ** 2) ** -0.25, half = turned(get("angle"), best(get("along")), best(STEEP));
     const r = 0.6 / Math.max(best(get("along")), best(STEEP));
     const edge = Array.from({ length: 61 }, (_, k) => times(half, [r * Math.cos((k * Math.PI) / 30), r * Math.sin((k * Math.PI) / 30)]));
     stroke(c, edge.map(([u, v]) => to([x + u, y + v])), { colour: ink("psgd") });
@@ -85,7 +78,7 @@ export function render({ model, el }) {
     drawCharts();
     const spread = cloud => { const m = [0, 1].map(i => cloud.reduce((a, z) => a + z[i], 0) / cloud.length); return Math.sqrt(cloud.reduce((a, z) => a + (z[0] - m[0]) ** 2 + (z[1] - m[1]) ** 2, 0) / cloud.length); };
     const text = `Eigenvalues of PH: ${now.eigenvalues.map(v => v.toFixed(2)).join(" and ")}. Steps of PSGD scatter by ${spread(now.psgd).toPrecision(2)}, Newton's by ${spread(now.newton).toPrecision(2)}.`;
-    if ($(".lv-say").textContent !== text) $(".lv-say").textContent = text;
+    tell($(".lv-say"), text);
     $(".lv-map").setAttribute("aria-label", `A quadratic of curvatures ${get("along").toFixed(2)} and 1, with the ends of ${POINTS} noisy steps. ${text}`);
     $(".lv-eig").setAttribute("aria-label", `Eigenvalue of PH against curvature: a curve from -1 to 1, steep at 0. ${text}`);
     $(".lv-gain").setAttribute("aria-label", `Gain against curvature: Newton's has a pole at 0, that of P ends at one over the noise. ${text}`);

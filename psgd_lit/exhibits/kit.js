@@ -23,10 +23,10 @@ const STYLE = `
 .psgd-live{--ink:var(--pst-color-text-base,var(--jp-content-font-color1,#222832));--soft:var(--pst-color-text-muted,
 var(--jp-content-font-color2,#48566b));--line:var(--pst-color-border,var(--jp-border-color1,#c9cdd3));
 --bg:var(--pst-color-background,var(--jp-layout-color0,#fff));--sgd:#7d7d7d;--momentum:#555;--adam:#b87400;
---newton:#b2182b;--psgd:#0072b2;--other:#1b7f4b;--third:#7b3fa0;--low:#fff;--high:#b0cde2;color:var(--ink);font-size:.875rem;
+--newton:#b2182b;--psgd:#0072b2;--sparse:#3d94cc;--other:#1b7f4b;--third:#7b3fa0;--low:#fff;--high:#b0cde2;color:var(--ink);font-size:.875rem;
 line-height:1.4;margin:.25rem 0 1.25rem}
 html[data-theme=dark] .psgd-live,body[data-jp-theme-light=false] .psgd-live{--sgd:#a9a9a9;--momentum:#d0d0d0;
---adam:#f0b429;--newton:#f4737f;--psgd:#58b0ee;--other:#5fce93;--third:#c79be8;--low:#18222e;--high:#42607c}
+--adam:#f0b429;--newton:#f4737f;--psgd:#58b0ee;--sparse:#a6d3f5;--other:#5fce93;--third:#c79be8;--low:#18222e;--high:#42607c}
 html[data-theme=dark] .text_html:has(.psgd-live){background:transparent!important;color:inherit!important;padding:0!important}
 .psgd-live .lv-pair{display:grid;grid-template-columns:minmax(0,1.06fr) minmax(0,1fr);gap:.9rem}
 .psgd-live .lv-pair .lv-player{grid-column:1/-1}.psgd-live .lv-player .lv-bar{margin:0 0 .4rem}
@@ -54,6 +54,9 @@ border-radius:50%;cursor:grab;touch-action:none}
 background:transparent;color:inherit;cursor:pointer}.psgd-live button.lv-button:hover{border-color:var(--ink)}
 .psgd-live .lv-time{flex:1 1 9rem}.psgd-live .lv-time output{min-width:6.4rem}
 .psgd-live .lv-say{margin:.3rem 0 0;min-height:2.8em}.psgd-live .lv-agrees{margin:.15rem 0 0;color:var(--soft);font-size:.8rem}
+.psgd-live .lv-cells{align-self:start;display:grid;touch-action:pan-y;border:1px solid var(--line)}
+.psgd-live .lv-line{display:grid;grid-template-columns:repeat(8,1fr)}.psgd-live .lv-cell{aspect-ratio:1;display:grid;place-items:center;cursor:cell;
+box-shadow:inset 0 0 0 .5px var(--line)}.psgd-live .lv-cell:focus-visible{outline:3px solid var(--ink);outline-offset:-3px}
 .psgd-live svg.lv-key{width:1.6em;height:.7em}
 @media(max-width:600px){.psgd-live .lv-pair{grid-template-columns:minmax(0,1fr)}.psgd-live .lv-side{order:1}}`;
 
@@ -129,10 +132,25 @@ export function arrow(c, [x, y], [u, v], colour, width = 2.2) {
   stroke(c, [[u - k * (a + b * 0.5), v - k * (b - a * 0.5)], [u, v], [u - k * (a - b * 0.5), v - k * (b + a * 0.5)]], { colour, width });
 }
 
-const power = e => "10" + String(e).replace(/[-0-9]/g, d => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(d)]);
+export const power = e => "10" + String(e).replace(/[-0-9]/g, d => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(d)]);
+
+/** What lines mean: their colour, dashes and words. */
+export function legend(into, entries) {
+  into.innerHTML = Object.values(entries).map(({ colour, dash = [], words }) => `<span><svg class="lv-key" viewBox="0 0 24 10" aria-hidden="true"><path d="M0 5H24" stroke="var(--${colour})" stroke-width="3" stroke-dasharray="${dash}"/></svg> ${words}</span>`).join("");
+}
+
+/** A cross at each of these pixels. */
+export function crosses(c, places, colour, size = 7) {
+  for (const [X, Y] of places) for (const [i, j] of [[size, 0], [0, size]]) stroke(c, [[X - i, Y - j], [X + i, Y + j]], { colour });
+}
+
+/** Say a text, unless it is said already. */
+export function tell(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
 
 /** A chart: lines of { points: [[x, y], ...] }, or dots; powers of ten upwards, or what `names` maps levels to. */
-export function chart(canvas, ink, { title, x: [from, to], y: [low, high], ticks, label = "", lines, rule, now, names }) {
+export function chart(canvas, ink, { title, x: [from, to], y: [low, high], ticks, tick = v => `${v}`, label = "", lines, rule, now, names }) {
   const [c, w, h] = sheet(canvas), left = 38, right = w - 8, top = 20, bottom = h - 20;
   const X = v => left + ((v - from) / (to - from)) * (right - left), Y = v => top + ((high - v) / (high - low)) * (bottom - top);
   const every = Math.max(1, Math.round((high - low) / 5)), levels = [];
@@ -147,7 +165,7 @@ export function chart(canvas, ink, { title, x: [from, to], y: [low, high], ticks
   }
   for (const v of ticks) {
     c.textAlign = v === to ? "right" : v === from ? "left" : "center";
-    c.fillText(v === to ? `${v} ${label}`.trim() : v, v === to ? right + 4 : v === from ? left - 4 : X(v), h - 4);
+    c.fillText(v === to ? `${tick(v)} ${label}`.trim() : tick(v), v === to ? right + 4 : v === from ? left - 4 : X(v), h - 4);
   }
   c.textAlign = "left";
   if (rule !== undefined) stroke(c, [[left, Y(rule)], [right, Y(rule)]], { colour: ink("ink"), width: 1, dash: [5, 4] });

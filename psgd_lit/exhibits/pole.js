@@ -1,5 +1,5 @@
 // Two dampings, and none: what each makes of every curvature, and where one of them has a pole.
-import { agree, chart, difference, inks, mount, slider, watch } from "./kit.js";
+import { agree, chart, difference, inks, legend, mount, slider, tell, watch } from "./kit.js";
 
 const KINDS = { // of damping: the colour, the dashes and the words of each
   nonconvex: { colour: "other", dash: [], words: "nonconvex, h + λu" },
@@ -22,8 +22,7 @@ export function render({ model, el }) {
 <div class="lv-sliders"></div><p class="lv-say" aria-live="polite"></p><p class="lv-agrees"></p>`);
   const get = key => model.get(key), curve = s => Math.sign(s - 50) * ((s - 50) / 50) ** 2;
   let ink = inks(el);
-  const keys = Object.values(KINDS).map(({ colour, dash, words }) => `<span><svg class="lv-key" viewBox="0 0 24 10" aria-hidden="true"><path d="M0 5H24" stroke="var(--${colour})" stroke-width="3" stroke-dasharray="${dash}"/></svg> ${words}</span>`);
-  $(".lv-legend").innerHTML = keys.join("");
+  legend($(".lv-legend"), KINDS);
   const parts = [
     slider($(".lv-sliders"), model, { name: "damping λ", key: "damping", to: s => 0.01 + (s / 100) ** 2, from: v => 100 * Math.sqrt(Math.max(0, v - 0.01)), show: v => v.toFixed(2) }),
     slider($(".lv-sliders"), model, { name: "noise in Hv", key: "noise", to: s => (s / 150) ** 2, from: v => 150 * Math.sqrt(v), show: v => v.toFixed(2) }),
@@ -42,7 +41,7 @@ export function render({ model, el }) {
     chart($(".lv-eig"), ink, { title: "PH", x, y: [-5, 5], ticks, label, names, lines: lines((kind, v) => Math.max(-99, v * gain(kind, v, l, noise))) });
     const at = kind => `${gain(kind, own, l, noise).toPrecision(2)} (PH ${(own * gain(kind, own, l, noise)).toPrecision(2)})`;
     const text = `At the curvature ${own.toFixed(2)} nonconvex damping gives P = ${at("nonconvex")}, traditional P = ${at("traditional")}, largest at ${(-l).toFixed(2)}, and none P = ${at("none")}.`;
-    if ($(".lv-say").textContent !== text) $(".lv-say").textContent = text;
+    tell($(".lv-say"), text);
     $(".lv-gain").setAttribute("aria-label", `P against curvature for both dampings and none. ${text}`);
     $(".lv-eig").setAttribute("aria-label", `P times the curvature against curvature for both dampings and none. ${text}`);
   }

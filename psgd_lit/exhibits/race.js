@@ -1,5 +1,6 @@
 // A race in the plane: PSGD against SGD, momentum, Adam and Newton on a valley, a saddle and Rosenbrock's function.
-import { add, agree, chart, choice, difference, dots, grip, inks, mount, normals, note, player, put, scales, sheet, slider, stroke, terrain, watch } from "./kit.js";
+import { learn, pair, precondition, times, turned } from "./algebra.js";
+import { add, agree, chart, choice, crosses, difference, dots, grip, inks, mount, normals, note, player, put, scales, sheet, slider, stroke, tell, terrain, watch } from "./kit.js";
 
 const MEMORIES = [0.5, 0.8, 0.9, 0.95];
 const METHODS = { // the cost of a step in gradients, and what may be tuned beside the step size
@@ -26,28 +27,14 @@ export function problem({ surface, condition, angle }) {
   return { // along u: k u^2 / 2, or for a saddle k (u^2 - 1)^2 / 4; across: w^2 / 2
     f: (x, y) => { const [u, w] = turn(x, y); return w * w / 2 + k * (double ? (u * u - 1) ** 2 / 4 : u * u / 2); },
     g: (x, y) => { const [u, w] = turn(x, y); return back(k * (double ? u * u * u - u : u), w); },
-    H: (x, y) => { const [u] = turn(x, y), l = k * (double ? 3 * u * u - 1 : 1); return [c * c * l + s * s, c * s * (l - 1), s * s * l + c * c]; },
+    H: (x, y) => { const [u] = turn(x, y), l = k * (double ? 3 * u * u - 1 : 1); return turned(angle, l, 1); },
     box: [-2, 2, -2, 2], minima: double ? [back(1, 0), back(-1, 0)] : [[0, 0]], floor: 0, reach: 1,
     start: double ? back(0.1, 1.2) : back(1.6, 0.7), bend: 1,
   };
 }
 
-/** P g for Q = [[q0, q1], [0, q2]] and P = Q^T Q. */
-const precondition = ([q0, q1, q2], [x, y]) => [q0 * (q0 * x + q1 * y), q1 * (q0 * x + q1 * y) + q2 * q2 * y];
-
-/** Q after one step of relative gradient descent on the pair of a probe v and its product h. */
-function learn([q0, q1, q2], v, h, rate) {
-  const a = [q0 * h[0] + q1 * h[1], q2 * h[1]], b0 = v[0] / q0, b = [b0, (v[1] - q1 * b0) / q2];
-  const E = [a[0] ** 2 - b[0] ** 2, a[0] * a[1] - b[0] * b[1], a[1] ** 2 - b[1] ** 2];
-  const r = rate / (Math.max(...E.map(Math.abs)) || 1);
-  return [q0 - r * E[0] * q0, q1 - r * (E[0] * q1 + E[1] * q2), q2 - r * E[2] * q2];
-}
-
 /** The eigenvalues of Q H Q^T, which are those of P H. */
-function spectrum([q0, q1, q2], [xx, xy, yy]) {
-  const A = q0 * (q0 * xx + 2 * q1 * xy) + q1 * q1 * yy, B = q2 * (q0 * xy + q1 * yy), C = q2 * q2 * yy, r = Math.hypot((A - C) / 2, B);
-  return [(A + C) / 2 - r, (A + C) / 2 + r];
-}
+const curvatures = ([q0, q1, q2], [xx, xy, yy]) => pair([q0 * (q0 * xx + 2 * q1 * xy) + q1 * q1 * yy, q2 * (q0 * xy + q1 * yy), q2 * q2 * yy]);
 
 /** One run: the points, and for PSGD each Q and the eigenvalues of P H. All methods meet the same noise. */
 export function run(method, p, start, { noise, rate, second, steps, seed }) {
@@ -67,13 +54,13 @@ export function run(method, p, start, { noise, rate, second, steps, seed }) {
       const det = H[0] * H[2] - H[1] * H[1];
       d = [(H[2] * g[0] - H[1] * g[1]) / det, (H[0] * g[1] - H[1] * g[0]) / det];
     }
-    const h = [H[0] * v[0] + H[1] * v[1] + noise * normal(), H[1] * v[0] + H[2] * v[1] + noise * normal()];
+    const h = times(H, v).map(x => x + noise * normal());
     if (method === "psgd") {
       const scale = Math.sqrt(Math.hypot(...v) / Math.hypot(...h));
       Q ??= [scale, 0, scale];
       d = precondition(Q, g);
       factors.push(Q);
-      spectra.push(spectrum(Q, H));
+      spectra.push(curvatures(Q, H));
       Q = learn(Q, v, h, second);
     }
     const length = rate * Math.hypot(...d), k = length > p.reach ? (rate * p.reach) / length : rate;
@@ -158,7 +145,7 @@ export function render({ model, el }) {
   function drawMap() {
     const [c, w, h] = sheet($(".lv-map")), [to] = scales(p.box, w, h), t = get("t");
     c.drawImage(ground, 0, 0, w, h);
-    for (const [X, Y] of p.minima.map(to)) for (const [i, j] of [[7, 0], [0, 7]]) stroke(c, [[X - i, Y - j], [X + i, Y + j]], { colour: ink("ink") });
+    crosses(c, p.minima.map(to), ink("ink"));
     for (const m in runs) {
       const seen = runs[m].path.slice(0, Math.floor(t / price(m)) + 1).map(to), width = m === "psgd" ? 2.6 : 1.6;
       stroke(c, seen, { colour: ink(m), width });
@@ -190,7 +177,7 @@ export function render({ model, el }) {
     const losses = Object.keys(runs).map(m => `${METHODS[m].name} ${small(at(m, runs[m].loss))}`).join(", ");
     const e = runs.psgd ? ` Eigenvalues of PH: ${at("psgd", runs.psgd.spectra).map(small).join(" and ")}.` : "";
     const text = `Loss after ${get("t")} ${byCost() ? "gradients" : "steps"}: ${losses || "no method is chosen"}.${e}`;
-    if ($(".lv-say").textContent !== text) $(".lv-say").textContent = text;
+    tell($(".lv-say"), text);
     $(".lv-map").setAttribute("aria-label", `Map of the ${SURFACES[get("surface")]} with the paths. ${text}`);
     $(".lv-loss").setAttribute("aria-label", `Loss against ${byCost() ? "gradients" : "steps"}. ${text}`);
     $(".lv-eig").setAttribute("aria-label", `Sizes of the eigenvalues of PH, which should come to 1.${e}`);
