@@ -463,9 +463,9 @@ EXHIBITS: dict[str, dict[str, Any]] = {
         "start": [-20.0, 6.0],
         "threshold": 5.0,
         "damping": 0.0,
-        "step": 0.1,
-        "seed": 2,
-        "t": 300,
+        "step": 0.15,
+        "seed": 3,
+        "t": 150,
     },
     "mixture": {
         "share": 0.1,
@@ -478,7 +478,7 @@ EXHIBITS: dict[str, dict[str, Any]] = {
     "cloud": {"start": [2.0, -1.0], "wide": 0.7, "correlation": 0.0},
     "paint": {
         "preset": "layer",
-        "brush": "1",
+        "brush": "1.0",
         "matrix": torch.kron(torch.tensor([[2.0, 0.0], [0.0, 0.5]]), _INPUTS)
         .flatten()
         .tolist(),

@@ -1,9 +1,32 @@
 // Turn the valley: plain steps, a diagonal P and a dense one go down it, or off its saddle.
 import { pair, spread, times, turned } from "./algebra.js";
-import { agree, arrow, chart, crosses, difference, dots, grip, inks, legend, mount, note, put, scales, sheet, slider, stroke, tell, terrain, watch } from "./kit.js";
+import {
+  agree,
+  arrow,
+  chart,
+  crosses,
+  difference,
+  dots,
+  grip,
+  inks,
+  legend,
+  mount,
+  note,
+  put,
+  scales,
+  sheet,
+  slider,
+  stroke,
+  tell,
+  terrain,
+  watch,
+} from "./kit.js";
 
-const BOX = [-2, 2, -2, 2], STEPS = 20, RATE = 0.5;
-const FORMS = { // of P: the colour, the dashes and the words of each
+const BOX = [-2, 2, -2, 2],
+  STEPS = 20,
+  RATE = 0.5;
+const FORMS = {
+  // of P: the colour, the dashes and the words of each
   none: { colour: "sgd", dash: [6, 4], words: "no P" },
   diagonal: { colour: "sparse", words: "the best diagonal P" },
   dense: { colour: "psgd", words: "the best dense P" },
@@ -18,53 +41,86 @@ export function matrices({ angle, along }) {
 
 /** The eigenvalues of P H, which are those of P^(1/2) H P^(1/2), from trace and determinant. */
 export function eigenvaluesOf(P, H) {
-  const half = (P[0] * H[0] + 2 * P[1] * H[1] + P[2] * H[2]) / 2, det = (P[0] * P[2] - P[1] ** 2) * (H[0] * H[2] - H[1] ** 2);
+  const half = (P[0] * H[0] + 2 * P[1] * H[1] + P[2] * H[2]) / 2,
+    det = (P[0] * P[2] - P[1] ** 2) * (H[0] * H[2] - H[1] ** 2);
   const large = half + (half < 0 ? -1 : 1) * Math.sqrt(Math.max(0, half * half - det));
   return [det / large, large].sort((a, b) => a - b);
 }
 
 /** For each form the eigenvalues of P H, and a walk whose steps are the same part of the longest stable one. */
 export function walks(state, steps = STEPS) {
-  const all = matrices(state), H = all.H;
-  return Object.fromEntries(Object.keys(FORMS).map(name => {
-    const values = name === "none" ? pair(H) : eigenvaluesOf(all[name], H), rate = RATE / Math.max(...values.map(Math.abs)), path = [state.start];
-    for (let t = 0; t < steps; t++) {
-      const d = times(all[name], times(H, path[t]));
-      path.push([path[t][0] - rate * d[0], path[t][1] - rate * d[1]]);
-    }
-    return [name, { P: all[name], values, path }];
-  }));
+  const all = matrices(state),
+    H = all.H;
+  return Object.fromEntries(
+    Object.keys(FORMS).map(name => {
+      const values = name === "none" ? pair(H) : eigenvaluesOf(all[name], H),
+        rate = RATE / Math.max(...values.map(Math.abs)),
+        path = [state.start];
+      for (let t = 0; t < steps; t++) {
+        const d = times(all[name], times(H, path[t]));
+        path.push([path[t][0] - rate * d[0], path[t][1] - rate * d[1]]);
+      }
+      return [name, { P: all[name], values, path }];
+    }),
+  );
 }
 
 /** The largest difference from the library's numbers. */
-export const check = ({ cases }) => Math.max(...cases.map(({ state, forms }) => {
-  const mine = walks(state, forms.none.path.length - 1);
-  return Math.max(...Object.entries(forms).flatMap(([name, theirs]) => Object.keys(theirs).map(key => difference(mine[name][key], theirs[key]))));
-}));
+export const check = ({ cases }) =>
+  Math.max(
+    ...cases.map(({ state, forms }) => {
+      const mine = walks(state, forms.none.path.length - 1);
+      return Math.max(...Object.entries(forms).flatMap(([name, theirs]) => Object.keys(theirs).map(key => difference(mine[name][key], theirs[key]))));
+    }),
+  );
 
 export function render({ model, el }) {
-  const $ = mount(el, `<div class="lv-pair"><div class="lv-stage"><canvas class="lv-map" role="img"></canvas></div>
+  const $ = mount(
+    el,
+    `<div class="lv-pair"><div class="lv-stage"><canvas class="lv-map" role="img"></canvas></div>
 <div class="lv-side"><canvas class="lv-spread" role="img"></canvas><canvas class="lv-eig" role="img"></canvas></div></div>
-<div class="lv-bar lv-legend"></div><div class="lv-sliders"></div><p class="lv-say" aria-live="polite"></p><p class="lv-agrees"></p>`);
-  const get = key => model.get(key), state = () => Object.fromEntries(KEYS.map(key => [key, get(key)]));
+<div class="lv-bar lv-legend"></div><div class="lv-sliders"></div><p class="lv-say" aria-live="polite"></p><p class="lv-agrees"></p>`,
+  );
+  const get = key => model.get(key),
+    state = () => Object.fromEntries(KEYS.map(key => [key, get(key)]));
   const curve = s => (Math.abs(s - 50) < 1 ? 0.001 : Math.sign(s - 50) * ((s - 50) / 50) ** 2); // finer near 0, which is left out
-  let ink = inks(el), found = null, ground = null, turns = null;
+  let ink = inks(el),
+    found = null,
+    ground = null,
+    turns = null;
   legend($(".lv-legend"), FORMS);
   const parts = [
-    slider($(".lv-sliders"), model, { name: "angle", key: "angle", to: s => (s * Math.PI) / 200, from: v => (v * 200) / Math.PI, show: v => `${Math.round((v * 180) / Math.PI)}°` }),
-    slider($(".lv-sliders"), model, { name: "curvature", key: "along", to: curve, from: v => 50 + 50 * Math.sign(v) * Math.sqrt(Math.abs(v)), show: v => v.toFixed(Math.abs(v) < 0.01 ? 3 : 2) }),
+    slider($(".lv-sliders"), model, {
+      name: "angle",
+      key: "angle",
+      to: s => (s * Math.PI) / 200,
+      from: v => (v * 200) / Math.PI,
+      show: v => `${Math.round((v * 180) / Math.PI)}°`,
+    }),
+    slider($(".lv-sliders"), model, {
+      name: "curvature",
+      key: "along",
+      to: curve,
+      from: v => 50 + 50 * Math.sign(v) * Math.sqrt(Math.abs(v)),
+      show: v => v.toFixed(Math.abs(v) < 0.01 ? 3 : 2),
+    }),
     grip($(".lv-stage"), { name: "Where all walks begin", box: () => BOX, get: () => get("start"), set: start => put(model, { start }) }),
   ];
   function compute() {
     ink = inks(el);
     found = walks(state());
-    const { H } = matrices(state()), f = (x, y) => { const [a, b] = times(H, [x, y]); return (x * a + y * b) / 2; };
+    const { H } = matrices(state()),
+      f = (x, y) => {
+        const [a, b] = times(H, [x, y]);
+        return (x * a + y * b) / 2;
+      };
     const edge = Array.from({ length: 41 }, (_, i) => i / 10 - 2).flatMap(z => [f(z, 2), f(z, -2), f(2, z), f(-2, z)]);
     ground = terrain(f, BOX, Math.min(0, ...edge), ink);
     turns = Array.from({ length: 91 }, (_, degrees) => [degrees, walks({ ...state(), angle: (degrees * Math.PI) / 180 }, 0)]);
   }
   function drawMap() {
-    const [c, w, h] = sheet($(".lv-map")), [to] = scales(BOX, w, h);
+    const [c, w, h] = sheet($(".lv-map")),
+      [to] = scales(BOX, w, h);
     c.drawImage(ground, 0, 0, w, h);
     crosses(c, [[w / 2, h / 2]], ink("ink"));
     for (const [name, { colour, dash }] of Object.entries(FORMS)) {
@@ -77,14 +133,36 @@ export function render({ model, el }) {
     note(c, "drag me", X + 16, Y - 10, ink, X > w - 80 ? "right" : "left");
   }
   function drawCharts() {
-    const degrees = (get("angle") * 180) / Math.PI, common = { x: [0, 90], ticks: [0, 30, 60, 90], tick: v => `${v}°`, label: "" };
-    const lines = read => Object.entries(FORMS).flatMap(([name, { colour, dash }]) => read(walksAt => walksAt[name].values).flatMap(value => {
-      const style = { colour: ink(colour), width: 2.4, dash };
-      return [{ ...style, points: turns.map(([d, all]) => [d, value(all)]) }, { ...style, dots: 5, points: [[degrees, value(found)]] }];
-    }));
-    chart($(".lv-spread"), ink, { ...common, title: "largest over smallest |eigenvalue of PH|", y: [-0.15, 3.1], lines: lines(values => [all => Math.log10(spread(values(all)))]) });
-    const names = [[-1, "−1"], [0, "0"], [1, "1"]];
-    chart($(".lv-eig"), ink, { ...common, title: "both eigenvalues of PH", y: [-1.6, 1.6], names, lines: lines(values => [all => values(all)[0], all => values(all)[1]]) });
+    const degrees = (get("angle") * 180) / Math.PI,
+      common = { x: [0, 90], ticks: [0, 30, 60, 90], tick: v => `${v}°`, label: "" };
+    const lines = read =>
+      Object.entries(FORMS).flatMap(([name, { colour, dash }]) =>
+        read(walksAt => walksAt[name].values).flatMap(value => {
+          const style = { colour: ink(colour), width: 2.4, dash };
+          return [
+            { ...style, points: turns.map(([d, all]) => [d, value(all)]) },
+            { ...style, dots: 5, points: [[degrees, value(found)]] },
+          ];
+        }),
+      );
+    chart($(".lv-spread"), ink, {
+      ...common,
+      title: "largest over smallest |eigenvalue of PH|",
+      y: [-0.15, 3.1],
+      lines: lines(values => [all => Math.log10(spread(values(all)))]),
+    });
+    const names = [
+      [-1, "−1"],
+      [0, "0"],
+      [1, "1"],
+    ];
+    chart($(".lv-eig"), ink, {
+      ...common,
+      title: "both eigenvalues of PH",
+      y: [-1.6, 1.6],
+      names,
+      lines: lines(values => [all => values(all)[0], all => values(all)[1]]),
+    });
   }
   function draw() {
     for (const part of parts) part.sync();
