@@ -26,7 +26,8 @@ __all__ = ["browser"]
 
 SHELL = """<!doctype html><html lang="en" data-theme="{theme}"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width"><title>Exhibit</title><style>
-html[data-theme=dark] {{ --pst-color-text-base: #ced6dd; --pst-color-background: #121212; background: #121212 }}
+html[data-theme=dark] {{ --pst-color-text-base: #ced6dd; --pst-color-text-muted: #9ca4af;
+  --pst-color-background: #121212; background: #121212 }}
 body {{ margin: 1rem }}</style></head><body>{body}</body></html>"""
 ROOT = "[data-live]"
 Opener = Callable[..., Page]
@@ -193,6 +194,37 @@ def test_every_control_works_by_keyboard(name: str, open_page: Opener) -> None:
         control.press("Space")
         put(page)
         assert control.is_checked()
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """The script of axe, which looks for what keeps a reader out."""
+    package = pytest.importorskip("axe_playwright_python", reason="pip install axe-playwright-python")
+    return (Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+
+
+AXE = """async () => (await axe.run({ runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"] })).violations
+.map(v => `${v.id}: ${v.nodes.map(n => n.html.slice(0, 120)).join(" ")}`)"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_axe_finds_nothing(name: str, theme: str, axe: str, open_page: Opener) -> None:
+    """On a phone and in both themes axe has nothing against an exhibit, on levels A and AA."""
+    page = open_page(name, theme=theme, viewport=PHONE)
+    page.evaluate(axe)
+    assert page.evaluate(AXE) == []
+
+
+def test_axe_can_fail(axe: str, open_page: Opener) -> None:
+    """A slider without a label and a pale text are found."""
+    page = open_page("pole")
+    page.evaluate("document.querySelector('.lv-damping span').remove()")
+    page.evaluate("document.querySelector('.lv-damping output').remove()")
+    page.evaluate("document.querySelector('.lv-say').style.color = '#eee'")
+    page.evaluate(axe)
+    found = [violation.partition(":")[0] for violation in page.evaluate(AXE)]
+    assert {"label", "color-contrast"} <= set(found)
 
 
 GRIPS = [name for name in EXHIBITS if "start" in EXHIBITS[name]]

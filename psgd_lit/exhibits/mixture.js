@@ -80,8 +80,8 @@ export function render({ model, el }) {
       slider(sliders, model, {
         name: "else",
         key: "small",
-        to: s => 10 ** (-2 + s * 0.02),
-        from: v => (Math.log10(v) + 2) / 0.02,
+        to: s => 10 ** (-2 + s * 0.017),
+        from: v => (Math.log10(v) + 2) / 0.017,
         show: v => v.toPrecision(2),
       }),
       slider(sliders, model, {
