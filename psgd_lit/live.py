@@ -5,7 +5,7 @@ __all__ = ['STARTS', 'REACH', 'Move', 'SPECTRUM', 'EXHIBITS', 'surface', 'mover'
            'march_check', 'climb_check', 'pole_check', 'valley_check', 'cliff_check', 'mixture_check', 'cloud_check',
            'paint_check', 'live']
 
-# %% ../nbs/appendix/30_live.ipynb #15e4addc
+# %% ../nbs/appendix/30_live.ipynb #dcd98035
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -131,7 +131,7 @@ def walk(
     points = [point.tolist() for point in path]
     return {"path": points, "spectra": spectra} if spectra else {"path": points}
 
-# %% ../nbs/appendix/30_live.ipynb #67e316d3
+# %% ../nbs/appendix/30_live.ipynb #76252bad
 _SETTINGS = {
     "sgd": (0.3, 0.0),
     "momentum": (0.1, 0.9),
@@ -220,7 +220,7 @@ def march_check(state: Mapping[str, Any]) -> dict[str, Any]:
         cases.append({"state": case, "every": _EVERY, "spectra": spectra[::_EVERY]})
     return {"cases": cases}
 
-# %% ../nbs/appendix/30_live.ipynb #4234032c
+# %% ../nbs/appendix/30_live.ipynb #f8355dee
 def climb_check(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return ten steps with `H^-1`, and ten with `|H|^-1`, from three points of a saddle.
 
@@ -263,7 +263,7 @@ def pole_check(state: Mapping[str, Any]) -> dict[str, Any]:
         cases.append({"kind": kind, **settings, "curvatures": c.tolist(), "gains": gains})
     return {"cases": cases}
 
-# %% ../nbs/appendix/30_live.ipynb #new1183487
+# %% ../nbs/appendix/30_live.ipynb #092b49a1
 def valley_check(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return for no P, the best diagonal and the best dense P the eigenvalues of P H and ten steps.
 
@@ -295,7 +295,7 @@ def valley_check(state: Mapping[str, Any]) -> dict[str, Any]:
         cases.append({"state": case, "forms": forms})
     return {"cases": cases}
 
-# %% ../nbs/appendix/30_live.ipynb #new4558837
+# %% ../nbs/appendix/30_live.ipynb #a1365b34
 def cliff_check(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return every fifth point, and length of P g, of runs that are clipped and damped, of neither, and of both at once.
 
@@ -331,7 +331,7 @@ def cliff_check(state: Mapping[str, Any]) -> dict[str, Any]:
         cases.append({"state": case, "every": 5, "path": path, "lengths": lengths[::5]})
     return {"cases": cases}
 
-# %% ../nbs/appendix/30_live.ipynb #new7843372
+# %% ../nbs/appendix/30_live.ipynb #69d6f655
 def mixture_check(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return every tenth P of twelve runs over 100 pairs, by each rule, and the P where the criterion is least.
 
@@ -357,7 +357,7 @@ def mixture_check(state: Mapping[str, Any]) -> dict[str, Any]:
         cases.append({"state": case, "every": _EVERY, "found": thin, "best": best})
     return {"cases": cases}
 
-# %% ../nbs/appendix/30_live.ipynb #new10864463
+# %% ../nbs/appendix/30_live.ipynb #8d6f2fdc
 _UPDATES = 60
 
 
@@ -391,7 +391,7 @@ def cloud_check(state: Mapping[str, Any]) -> dict[str, Any]:
         cases.append({"state": case, "updates": _UPDATES, "found": found})
     return {"cases": cases}
 
-# %% ../nbs/appendix/30_live.ipynb #new13451266
+# %% ../nbs/appendix/30_live.ipynb #cb2039aa
 _INPUTS = torch.tensor(
     [[2.0, 1.0, 0.0, 1.0], [1.0, 1.5, 0.0, 0.5], [0.0, 0.0, 1.0, 0.0], [1.0, 0.5, 0.0, 1.0]]
 )
@@ -433,7 +433,7 @@ def paint_check(state: Mapping[str, Any]) -> dict[str, Any]:
     entries = {name: group.numel(group.shape_for((2, 4))) for name, group in _PAINTED.items()}
     return {"entries": entries, "cases": cases}
 
-# %% ../nbs/appendix/30_live.ipynb #fdbb354b
+# %% ../nbs/appendix/30_live.ipynb #54fef46c
 EXHIBITS: dict[str, dict[str, Any]] = {
     "race": {
         "surface": "valley",

@@ -73,6 +73,13 @@ def put(page: Page, **settings: Any) -> None:
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
+RESTED = """async () => {
+  const wait = () => new Promise(done => setTimeout(done, 100));
+  for (let last = NaN; last !== scrollY; await wait()) last = scrollY;
+}"""
+"""Until the page scrolls no more: a tap while it does only stops it."""
+
+
 def pictures(page: Page) -> list[str]:
     """What the canvases of the first exhibit show."""
     return page.locator(ROOT).first.evaluate("e => [...e.querySelectorAll('canvas')].map(c => c.toDataURL())")
@@ -270,6 +277,7 @@ def test_drag_with_finger(name: str, open_page: Opener) -> None:
             touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
         touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
         put(page)
+        page.evaluate(RESTED)
 
     before = get(page, "start")
     swipe(*middle(page, ".lv-grip"), -50, 30)
