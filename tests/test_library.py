@@ -32,6 +32,7 @@ FLOORS = {
     "descent": 1,
     "diagnosis": 6,
     "examination": 5,
+    "exhibit": 0,
     "experiments": 4,
     "features": 1,
     "groups": 1,
@@ -90,9 +91,9 @@ SAME_FLOOR = {
 """What is imported on its own floor, and by whom."""
 
 THIRD_PARTY = {
+    "exhibit": {"anywidget", "traitlets"},
     "experiments.image_data": {"PIL", "numpy", "pooch"},
     "experiments.runner": {"tqdm"},
-    "live": {"anywidget", "traitlets"},
     "viz": {"IPython", "PIL", "ipywidgets", "matplotlib", "numpy"},
 }
 """What a module imports beside the standard library and torch."""

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from psgd_lit.live import _CHECKS, EXHIBITS, bundle, live, normals, static_page
+from psgd_lit.exhibit import bundle, normals, static_page
+from psgd_lit.live import _CHECKS, EXHIBITS, live
 
 try:
     from playwright.sync_api import Browser, Page
@@ -24,7 +26,8 @@ __all__ = ["browser"]
 
 SHELL = """<!doctype html><html lang="en" data-theme="{theme}"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width"><title>Exhibit</title><style>
-html[data-theme=dark] {{ --pst-color-text-base: #ced6dd; --pst-color-background: #121212; background: #121212 }}
+html[data-theme=dark] {{ --pst-color-text-base: #ced6dd; --pst-color-text-muted: #9ca4af;
+  --pst-color-background: #121212; background: #121212 }}
 body {{ margin: 1rem }}</style></head><body>{body}</body></html>"""
 ROOT = "[data-live]"
 Opener = Callable[..., Page]
@@ -70,6 +73,13 @@ def put(page: Page, **settings: Any) -> None:
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
+RESTED = """async () => {
+  const wait = () => new Promise(done => setTimeout(done, 100));
+  for (let last = NaN; last !== scrollY; await wait()) last = scrollY;
+}"""
+"""Until the page scrolls no more: a tap while it does only stops it."""
+
+
 def pictures(page: Page) -> list[str]:
     """What the canvases of the first exhibit show."""
     return page.locator(ROOT).first.evaluate("e => [...e.querySelectorAll('canvas')].map(c => c.toDataURL())")
@@ -92,22 +102,18 @@ def compute(browser: Browser) -> Iterator[Callable[[str, str, Any], Any]]:
     page = context.new_page()
     page.goto("about:blank")
     for name in EXHIBITS:
-        code = bundle(name).replace("export default { render };", f"window.{name} = {{ check, normals }};")
+        draws = "seed => { const normal = normals(seed); return Array.from({ length: 200 }, normal); }"
+        code = bundle(name).replace("export default { render };", f"window.{name} = {{ check, draws: {draws} }};")
         page.add_script_tag(content=code, type="module")
         page.wait_for_function(f"window.{name}")
     yield lambda name, function, value: page.evaluate(f"value => {name}.{function}(value)", value)
     context.close()
 
 
-def test_random_numbers_agree(compute: Callable[[str, str, Any], Any], browser: Browser) -> None:
+def test_random_numbers_agree(compute: Callable[[str, str, Any], Any]) -> None:
     """Both languages draw the same numbers, for small and large seeds."""
     for seed in (0, 1, 99, 2**31, 2**32 - 1):
-        page = browser.new_page()
-        page.add_script_tag(
-            content=bundle("race").split("/** The largest")[0].replace("function", "window.normals = function")
-        )
-        mine = page.evaluate("seed => { const z = normals(seed); return Array.from({ length: 200 }, z) }", seed)
-        page.close()
+        mine = compute("race", "draws", seed)
         assert max(abs(a - b) for a, b in zip(mine, normals(seed, 200).tolist(), strict=True)) < 1e-13
 
 
@@ -197,6 +203,37 @@ def test_every_control_works_by_keyboard(name: str, open_page: Opener) -> None:
         assert control.is_checked()
 
 
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """The script of axe, which looks for what keeps a reader out."""
+    package = pytest.importorskip("axe_playwright_python", reason="pip install axe-playwright-python")
+    return (Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+
+
+AXE = """async () => (await axe.run({ runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"] })).violations
+.map(v => `${v.id}: ${v.nodes.map(n => n.html.slice(0, 120)).join(" ")}`)"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_axe_finds_nothing(name: str, theme: str, axe: str, open_page: Opener) -> None:
+    """On a phone and in both themes axe has nothing against an exhibit, on levels A and AA."""
+    page = open_page(name, theme=theme, viewport=PHONE)
+    page.evaluate(axe)
+    assert page.evaluate(AXE) == []
+
+
+def test_axe_can_fail(axe: str, open_page: Opener) -> None:
+    """A slider without a label and a pale text are found."""
+    page = open_page("pole")
+    page.evaluate("document.querySelector('.lv-damping span').remove()")
+    page.evaluate("document.querySelector('.lv-damping output').remove()")
+    page.evaluate("document.querySelector('.lv-say').style.color = '#eee'")
+    page.evaluate(axe)
+    found = [violation.partition(":")[0] for violation in page.evaluate(AXE)]
+    assert {"label", "color-contrast"} <= set(found)
+
+
 GRIPS = [name for name in EXHIBITS if "start" in EXHIBITS[name]]
 
 
@@ -240,6 +277,7 @@ def test_drag_with_finger(name: str, open_page: Opener) -> None:
             touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
         touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
         put(page)
+        page.evaluate(RESTED)
 
     before = get(page, "start")
     swipe(*middle(page, ".lv-grip"), -50, 30)
@@ -271,6 +309,96 @@ def test_move_with_keys(name: str, open_page: Opener) -> None:
     assert abs(far[0] / left[0] - 5) < 1e-9
     x, y = places[-1]
     assert grip.get_attribute("aria-valuetext") == f"x {x:.2f}, y {y:.2f}"
+
+
+def entry(page: Page, row: int, column: int) -> tuple[float, float]:
+    """An entry of the painted matrix and the one across the diagonal, rows and columns from 1."""
+    matrix = get(page, "matrix")
+    return matrix[8 * row + column - 9], matrix[8 * column + row - 9]
+
+
+def test_paint_with_mouse(open_page: Opener) -> None:
+    """A stroke paints each entry that it crosses and the entries across the diagonal, and the ranking follows."""
+    page = open_page("paint")
+    shown, cells = pictures(page), page.locator(".lv-cell")
+    page.get_by_label("3", exact=True).check()
+    for place, act in ((1, page.mouse.down), (4, page.mouse.up)):
+        box = cells.nth(place).bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=12)
+        act()
+    put(page)
+    assert [entry(page, 1, column) for column in (2, 3, 4, 5)] == [(3, 3)] * 4
+    assert entry(page, 1, 1) == (4, 4)
+    assert get(page, "preset") == "mine"
+    assert pictures(page) != shown
+    before = get(page, "matrix")
+    page.mouse.move(*middle(page, ".lv-cells"), steps=4)
+    assert get(page, "matrix") == before  # the button is up
+
+
+def test_paint_with_finger(open_page: Opener) -> None:
+    """A tap paints one entry."""
+    page = open_page("paint", viewport=PHONE, has_touch=True)
+    page.locator(".lv-brush input").first.check()
+    page.locator(".lv-cell").nth(7).tap()
+    put(page)
+    assert entry(page, 1, 8) == (-1, -1)
+
+
+def test_paint_with_keys(open_page: Opener) -> None:
+    """The arrow keys go from entry to entry and stop at the border, space paints, and each entry says where it is."""
+    page = open_page("paint")
+    cells = page.locator(".lv-cell")
+    assert page.locator(".lv-cell[tabindex='0']").count() == 1
+    cells.first.focus()
+    for key in ("ArrowUp", "ArrowDown", "ArrowRight", "ArrowRight", "Space"):
+        page.keyboard.press(key)
+    put(page)
+    assert entry(page, 2, 3) == (1, 1)
+    assert page.evaluate("document.activeElement.ariaLabel") == "row 2, column 3: 1"
+    assert page.locator(".lv-cell[tabindex='0']").count() == 1
+
+
+@pytest.mark.parametrize("preset", ["a product", "diagonal", "random"])
+def test_presets_of_paint(preset: str, open_page: Opener) -> None:
+    """Each preset is another symmetric matrix, which the dense form fits."""
+    page = open_page("paint")
+    before = get(page, "matrix")
+    page.get_by_label(preset, exact=True).check()
+    put(page)
+    matrix = get(page, "matrix")
+    assert matrix != before
+    assert all(entry(page, i, j)[0] == entry(page, i, j)[1] for i in range(1, 9) for j in range(1, 9))
+    ranked = page.locator(".lv-rank").get_attribute("aria-label") or ""
+    assert float(re.search(r"dense ([\d.]+)", ranked)[1]) < 1.2
+
+
+def test_singular_hessian(open_page: Opener) -> None:
+    """Where the painted Hessian is singular no form is close, and the page says so instead of a number."""
+    page = open_page("paint")
+    put(page, matrix=[0.0] * 64)
+    assert "more than 10000" in page.locator(".lv-say").inner_text()
+
+
+def test_fates_at_the_cliff(open_page: Opener) -> None:
+    """A threshold saves the run that is thrown over the cliff without one."""
+    page = open_page("cliff")
+    own, bare = page.locator(".lv-say").inner_text().split(";")
+    assert "is at the minimum" in own
+    assert "is thrown over the cliff" in bare
+
+
+def test_rules_of_the_mixture(open_page: Opener) -> None:
+    """Divided by themselves the slopes lead to the median, and by what is remembered to the criterion's minimum."""
+    page, found = open_page("mixture"), {}
+    for rule in ("its own size", "the largest in memory"):
+        page.get_by_label(rule, exact=True).check()
+        put(page)
+        found[rule] = float(page.locator(".lv-say").inner_text().split("mean of P is ")[1].split(";")[0])
+    minimum, median = (0.1 + 0.9 * 0.01**2) ** -0.5, 100
+    assert abs(found["its own size"] - median) < 0.2 * median
+    assert abs(found["the largest in memory"] - minimum) < 0.3 * minimum
 
 
 PLAYED = [name for name in EXHIBITS if "t" in EXHIBITS[name]]

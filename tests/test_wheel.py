@@ -35,7 +35,7 @@ NOT_FOR_USERS = {
 """What the book needs and the library must not."""
 
 EXTRA = "psgd_lit[viz]"
-SHOWING = ("psgd_lit.live", "psgd_lit.viz")
+SHOWING = ("psgd_lit.exhibit", "psgd_lit.live", "psgd_lit.viz")
 """What shows pictures, and needs the extra for it."""
 UNBUILT = (".*", "_build", "build", "dist", "*.egg-info", "__pycache__", "nbs", "tests")
 

@@ -1,6 +1,6 @@
 // What all exhibits share: random numbers, pictures, controls. No framework, no request.
 
-/** Standard normal numbers from a seed, by mulberry32 and Box-Muller; psgd_lit.live.normals draws the same. */
+/** Standard normal numbers from a seed, by mulberry32 and Box-Muller; psgd_lit.exhibit.normals draws the same. */
 export function normals(seed) {
   let a = seed >>> 0;
   const uniform = () => {
@@ -23,10 +23,10 @@ const STYLE = `
 .psgd-live{--ink:var(--pst-color-text-base,var(--jp-content-font-color1,#222832));--soft:var(--pst-color-text-muted,
 var(--jp-content-font-color2,#48566b));--line:var(--pst-color-border,var(--jp-border-color1,#c9cdd3));
 --bg:var(--pst-color-background,var(--jp-layout-color0,#fff));--sgd:#7d7d7d;--momentum:#555;--adam:#b87400;
---newton:#b2182b;--psgd:#0072b2;--other:#1b7f4b;--third:#7b3fa0;--low:#fff;--high:#b0cde2;color:var(--ink);font-size:.875rem;
+--newton:#b2182b;--psgd:#0072b2;--sparse:#3d94cc;--other:#1b7f4b;--third:#7b3fa0;--low:#fff;--high:#b0cde2;color:var(--ink);font-size:.875rem;
 line-height:1.4;margin:.25rem 0 1.25rem}
 html[data-theme=dark] .psgd-live,body[data-jp-theme-light=false] .psgd-live{--sgd:#a9a9a9;--momentum:#d0d0d0;
---adam:#f0b429;--newton:#f4737f;--psgd:#58b0ee;--other:#5fce93;--third:#c79be8;--low:#18222e;--high:#42607c}
+--adam:#f0b429;--newton:#f4737f;--psgd:#58b0ee;--sparse:#a6d3f5;--other:#5fce93;--third:#c79be8;--low:#18222e;--high:#42607c}
 html[data-theme=dark] .text_html:has(.psgd-live){background:transparent!important;color:inherit!important;padding:0!important}
 .psgd-live .lv-pair{display:grid;grid-template-columns:minmax(0,1.06fr) minmax(0,1fr);gap:.9rem}
 .psgd-live .lv-pair .lv-player{grid-column:1/-1}.psgd-live .lv-player .lv-bar{margin:0 0 .4rem}
@@ -54,6 +54,9 @@ border-radius:50%;cursor:grab;touch-action:none}
 background:transparent;color:inherit;cursor:pointer}.psgd-live button.lv-button:hover{border-color:var(--ink)}
 .psgd-live .lv-time{flex:1 1 9rem}.psgd-live .lv-time output{min-width:6.4rem}
 .psgd-live .lv-say{margin:.3rem 0 0;min-height:2.8em}.psgd-live .lv-agrees{margin:.15rem 0 0;color:var(--soft);font-size:.8rem}
+.psgd-live .lv-cells{align-self:start;display:grid;touch-action:pan-y;border:1px solid var(--line)}
+.psgd-live .lv-line{display:grid;grid-template-columns:repeat(8,1fr)}.psgd-live .lv-cell{aspect-ratio:1;display:grid;place-items:center;cursor:cell;
+box-shadow:inset 0 0 0 .5px var(--line)}.psgd-live .lv-cell:focus-visible{outline:3px solid var(--ink);outline-offset:-3px}
 .psgd-live svg.lv-key{width:1.6em;height:.7em}
 @media(max-width:600px){.psgd-live .lv-pair{grid-template-columns:minmax(0,1fr)}.psgd-live .lv-side{order:1}}`;
 
@@ -80,7 +83,9 @@ export const inks = el => {
 
 /** A cleared canvas at the resolution of the screen: its context, width and height in CSS pixels. */
 export function sheet(canvas) {
-  const ratio = devicePixelRatio || 1, { clientWidth: w, clientHeight: h } = canvas, c = canvas.getContext("2d");
+  const ratio = devicePixelRatio || 1,
+    { clientWidth: w, clientHeight: h } = canvas,
+    c = canvas.getContext("2d");
   if (canvas.width !== Math.round(w * ratio) || canvas.height !== Math.round(h * ratio)) {
     canvas.width = Math.round(w * ratio);
     canvas.height = Math.round(h * ratio);
@@ -124,33 +129,104 @@ export function note(c, text, x, y, ink, align = "left") {
 }
 
 export function arrow(c, [x, y], [u, v], colour, width = 2.2) {
-  const length = Math.hypot(u - x, v - y), k = Math.min(9, length), a = (u - x) / (length || 1), b = (v - y) / (length || 1);
-  stroke(c, [[x, y], [u, v]], { colour, width });
-  stroke(c, [[u - k * (a + b * 0.5), v - k * (b - a * 0.5)], [u, v], [u - k * (a - b * 0.5), v - k * (b + a * 0.5)]], { colour, width });
+  const length = Math.hypot(u - x, v - y),
+    k = Math.min(9, length),
+    a = (u - x) / (length || 1),
+    b = (v - y) / (length || 1);
+  stroke(
+    c,
+    [
+      [x, y],
+      [u, v],
+    ],
+    { colour, width },
+  );
+  stroke(
+    c,
+    [
+      [u - k * (a + b * 0.5), v - k * (b - a * 0.5)],
+      [u, v],
+      [u - k * (a - b * 0.5), v - k * (b + a * 0.5)],
+    ],
+    { colour, width },
+  );
 }
 
-const power = e => "10" + String(e).replace(/[-0-9]/g, d => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(d)]);
+export const power = e => `10${String(e).replace(/[-0-9]/g, d => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(d)])}`;
+
+/** What lines mean: their colour, dashes and words. */
+export function legend(into, entries) {
+  into.innerHTML = Object.values(entries)
+    .map(
+      ({ colour, dash = [], words }) =>
+        `<span><svg class="lv-key" viewBox="0 0 24 10" aria-hidden="true"><path d="M0 5H24" stroke="var(--${colour})" stroke-width="3" stroke-dasharray="${dash}"/></svg> ${words}</span>`,
+    )
+    .join("");
+}
+
+/** A cross at each of these pixels. */
+export function crosses(c, places, colour, size = 7) {
+  for (const [X, Y] of places)
+    for (const [i, j] of [
+      [size, 0],
+      [0, size],
+    ])
+      stroke(
+        c,
+        [
+          [X - i, Y - j],
+          [X + i, Y + j],
+        ],
+        { colour },
+      );
+}
+
+/** Say a text, unless it is said already. */
+export function tell(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
 
 /** A chart: lines of { points: [[x, y], ...] }, or dots; powers of ten upwards, or what `names` maps levels to. */
-export function chart(canvas, ink, { title, x: [from, to], y: [low, high], ticks, label = "", lines, rule, now, names }) {
-  const [c, w, h] = sheet(canvas), left = 38, right = w - 8, top = 20, bottom = h - 20;
-  const X = v => left + ((v - from) / (to - from)) * (right - left), Y = v => top + ((high - v) / (high - low)) * (bottom - top);
-  const every = Math.max(1, Math.round((high - low) / 5)), levels = [];
+export function chart(canvas, ink, { title, x: [from, to], y: [low, high], ticks, tick = v => `${v}`, label = "", lines, rule, now, names }) {
+  const [c, w, h] = sheet(canvas),
+    left = 38,
+    right = w - 8,
+    top = 20,
+    bottom = h - 20;
+  const X = v => left + ((v - from) / (to - from)) * (right - left),
+    Y = v => top + ((high - v) / (high - low)) * (bottom - top);
+  const every = Math.max(1, Math.round((high - low) / 5)),
+    levels = [];
   for (let e = Math.ceil(low / every) * every; e <= high; e += every) levels.push([e, power(e)]);
   c.fillStyle = ink("ink");
   c.fillText(title, left, 12);
   c.fillStyle = ink("soft");
   for (const [e, words] of names ?? levels) {
-    stroke(c, [[left, Y(e)], [right, Y(e)]], { colour: ink("line"), width: 1 });
+    stroke(
+      c,
+      [
+        [left, Y(e)],
+        [right, Y(e)],
+      ],
+      { colour: ink("line"), width: 1 },
+    );
     c.textAlign = "right";
     c.fillText(words, left - 5, Y(e) + 4);
   }
   for (const v of ticks) {
     c.textAlign = v === to ? "right" : v === from ? "left" : "center";
-    c.fillText(v === to ? `${v} ${label}`.trim() : v, v === to ? right + 4 : v === from ? left - 4 : X(v), h - 4);
+    c.fillText(v === to ? `${tick(v)} ${label}`.trim() : tick(v), v === to ? right + 4 : v === from ? left - 4 : X(v), h - 4);
   }
   c.textAlign = "left";
-  if (rule !== undefined) stroke(c, [[left, Y(rule)], [right, Y(rule)]], { colour: ink("ink"), width: 1, dash: [5, 4] });
+  if (rule !== undefined)
+    stroke(
+      c,
+      [
+        [left, Y(rule)],
+        [right, Y(rule)],
+      ],
+      { colour: ink("ink"), width: 1, dash: [5, 4] },
+    );
   c.save();
   c.beginPath();
   c.rect(left - 6, top - 2, right - left + 12, bottom - top + 4);
@@ -160,9 +236,22 @@ export function chart(canvas, ink, { title, x: [from, to], y: [low, high], ticks
     c.globalAlpha = now === undefined ? 1 : 0.22; // what is still to come is faint
     line.dots ? dots(c, points, line.colour, line.dots) : stroke(c, points, line);
     c.globalAlpha = 1;
-    if (now !== undefined) stroke(c, points.filter(([a]) => a <= X(now) + 0.01), line);
+    if (now !== undefined)
+      stroke(
+        c,
+        points.filter(([a]) => a <= X(now) + 0.01),
+        line,
+      );
   }
-  if (now !== undefined) stroke(c, [[X(now), top], [X(now), bottom]], { colour: ink("soft"), width: 1 });
+  if (now !== undefined)
+    stroke(
+      c,
+      [
+        [X(now), top],
+        [X(now), bottom],
+      ],
+      { colour: ink("soft"), width: 1 },
+    );
   c.restore();
 }
 
@@ -180,8 +269,10 @@ export function terrain(f, [l, r, b, t], floor, ink, { bands = 14, bend = 1, n =
   const tones = ["low", "high"].map(name => ink(name).match(/[0-9a-f]/gi)).map(d => (d.length === 3 ? d.flatMap(x => [x, x]) : d));
   const [lo, hi] = tones.map(d => [0, 2, 4].map(i => parseInt(d[i] + d[i + 1], 16)));
   const heights = Float64Array.from({ length: n * n }, (_, k) =>
-    Math.sqrt(Math.max(0, f(l + (((k % n) + 0.5) / n) * (r - l), t - ((Math.floor(k / n) + 0.5) / n) * (t - b)) - floor)));
-  const top = heights.reduce((a, z) => Math.max(a, z), 0) || 1, image = new ImageData(n, n);
+    Math.sqrt(Math.max(0, f(l + (((k % n) + 0.5) / n) * (r - l), t - ((Math.floor(k / n) + 0.5) / n) * (t - b)) - floor)),
+  );
+  const top = heights.reduce((a, z) => Math.max(a, z), 0) || 1,
+    image = new ImageData(n, n);
   heights.forEach((z, k) => {
     const s = Math.min(1, Math.floor((z / top) ** bend * bands) / bands);
     image.data.set([...lo.map((from, i) => from + (hi[i] - from) * s), 255], 4 * k);
@@ -217,7 +308,12 @@ export function choice(into, model, { legend, key, options, chosen = value => ({
     add(group, "label", {}, input, words);
     return input;
   });
-  return { sync: () => inputs.forEach(input => { input.checked = input.value === model.get(key); }) };
+  return {
+    sync: () =>
+      inputs.forEach(input => {
+        input.checked = input.value === model.get(key);
+      }),
+  };
 }
 
 export function put(model, values) {
@@ -234,7 +330,9 @@ export function player(into, model, { last, show, say, seconds = 4 }) {
     node.addEventListener("click", act);
     return node;
   };
-  let frame = 0, begun = 0, first = 0;
+  let frame = 0,
+    begun = 0,
+    first = 0;
   const go = t => put(model, { t: Math.max(0, Math.min(last(), t)) });
   const pause = () => {
     cancelAnimationFrame(frame);
@@ -305,19 +403,25 @@ export function grip(stage, { name, box, get, set }) {
       follow(event);
     });
     node.addEventListener("pointermove", event => held && follow(event));
-    for (const end of ["pointerup", "pointercancel"]) node.addEventListener(end, () => { held = false; });
+    for (const end of ["pointerup", "pointercancel"])
+      node.addEventListener(end, () => {
+        held = false;
+      });
   }
   canvas.addEventListener("click", follow);
   handle.addEventListener("keydown", event => {
     const way = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[event.key];
     if (!way) return;
     event.preventDefault();
-    const [l, r] = box(), size = ((r - l) / 80) * (event.shiftKey ? 5 : 1), [x, y] = get();
+    const [l, r] = box(),
+      size = ((r - l) / 80) * (event.shiftKey ? 5 : 1),
+      [x, y] = get();
     set(inside([x + size * way[0], y + size * way[1]]));
   });
   return {
     sync() {
-      const [x, y] = scales(box(), 100, 100)[0](get()), [l, r] = box();
+      const [x, y] = scales(box(), 100, 100)[0](get()),
+        [l, r] = box();
       Object.assign(handle.style, { left: `${x}%`, top: `${y}%` });
       const numbers = get().map(v => v.toFixed(2));
       const values = { valuemin: l, valuemax: r, valuenow: numbers[0], valuetext: `x ${numbers[0]}, y ${numbers[1]}` };
@@ -329,14 +433,16 @@ export function grip(stage, { name, box, get, set }) {
 /** Say how far this page's numbers are from those that the library has computed. */
 export function agree(into, found) {
   into.dataset.difference = found;
-  into.textContent = found < 1e-9
-    ? `This page's arithmetic agrees with psgd_lit to ${found === 0 ? "the last bit" : found.toExponential(0)}.`
-    : `This page's arithmetic differs from psgd_lit by ${found.toExponential(0)}: don't trust it.`;
+  into.textContent =
+    found < 1e-9
+      ? `This page's arithmetic agrees with psgd_lit to ${found === 0 ? "the last bit" : found.toExponential(0)}.`
+      : `This page's arithmetic differs from psgd_lit by ${found.toExponential(0)}: don't trust it.`;
 }
 
 /** Compute and draw once a frame after something has changed: a setting, the theme, the width. Returns how to stop. */
 export function watch(el, model, keys, { compute, draw }) {
-  let frame = 0, stale = false;
+  let frame = 0,
+    stale = false;
   const run = () => {
     frame = 0;
     if (stale) compute();
@@ -349,7 +455,8 @@ export function watch(el, model, keys, { compute, draw }) {
   };
   const heard = { t: () => ask(false), ...Object.fromEntries(keys.map(key => [key, () => ask(true)])) };
   for (const key in heard) model.on(`change:${key}`, heard[key]);
-  const theme = new MutationObserver(() => ask(true)), size = new ResizeObserver(() => ask(false));
+  const theme = new MutationObserver(() => ask(true)),
+    size = new ResizeObserver(() => ask(false));
   theme.observe(document.documentElement, { attributeFilter: ["data-theme"] });
   theme.observe(document.body, { attributeFilter: ["data-jp-theme-light"] });
   size.observe(el);
