@@ -22,9 +22,10 @@ try:
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from PIL import Image
 except ImportError as error:
     raise ImportError(
-        "psgd_lit.viz draws with matplotlib and ipywidgets: pip install 'psgd_lit[viz]'"
+        "psgd_lit.viz draws with matplotlib, pillow and ipywidgets: pip install 'psgd_lit[viz]'"
     ) from error
 
 # %% ../nbs/appendix/03_drawing.ipynb #68035ebd
@@ -60,9 +61,11 @@ def use_style() -> None:
     plt.rcParams.update(
         {
             "figure.figsize": (6.4, 3.6),
-            "figure.dpi": 140,
+            "figure.dpi": 220,
             "figure.constrained_layout.use": True,
-            "savefig.facecolor": "white",
+            "figure.facecolor": "none",
+            "axes.facecolor": "none",
+            "savefig.facecolor": "none",
             "font.size": 10,
             "axes.titlesize": 10,
             "axes.spines.top": False,
@@ -103,12 +106,21 @@ def draw_contours(
     axes.grid(False)
 
 # %% ../nbs/appendix/03_drawing.ipynb #f2e94a66
-def encode_frame(figure: Figure) -> bytes:
-    """Return a figure as the bytes of a webp image at 110 dots per inch, and close the figure."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="webp", dpi=110, pil_kwargs={"quality": 70, "method": 6})
+def encode_frame(figure: Figure, ground: str = "none") -> bytes:
+    """Return a figure as the bytes of a webp image of 64 colours at 220 dots per inch, and close the figure.
+
+    Args:
+        figure: what is drawn.
+        ground: the colour behind it, or "none".
+    """
+    drawn, frame = io.BytesIO(), io.BytesIO()
+    figure.savefig(
+        drawn, format="png", dpi=220, facecolor=ground, pil_kwargs={"compress_level": 1}
+    )
     plt.close(figure)
-    return buffer.getvalue()
+    few = Image.open(drawn).quantize(64, method=Image.Quantize.FASTOCTREE)
+    few.convert("RGBA").save(frame, "webp", lossless=True, method=4)
+    return frame.getvalue()
 
 # %% ../nbs/appendix/03_drawing.ipynb #7583bd7b
 MAX_FRAMES = 24
@@ -205,7 +217,7 @@ def live_widget(
 
     def redraw(_: object = None) -> None:
         picture.value = encode_frame(
-            draw(**{name: slider.value for name, slider in sliders.items()})
+            draw(**{name: slider.value for name, slider in sliders.items()}), ground="white"
         )
 
     for slider in sliders.values():
