@@ -5,7 +5,7 @@ __all__ = ['STARTS', 'REACH', 'Move', 'SPECTRUM', 'EXHIBITS', 'normals', 'bundle
            'recorded', 'surface', 'mover', 'walk', 'race_check', 'criterion_check', 'march_check', 'climb_check',
            'pole_check', 'live']
 
-# %% ../nbs/appendix/29_live.ipynb #773f31ec
+# %% ../nbs/appendix/29_live.ipynb #912a8c91
 import html
 import json
 import math
@@ -150,12 +150,12 @@ class Live:
         page = static_page(self.name, self.state, self.check)
         return {**view, "text/html": page, "text/plain": f"Live({self.name})"}, metadata
 
-# %% ../nbs/appendix/29_live.ipynb #new1178998
+# %% ../nbs/appendix/29_live.ipynb #19ba7a9d
 def _fits(steps: int, every: int | str) -> float:
     """Return how often Q has learned after so many steps, if it does on every k-th, or by the schedule "log10"."""
     if every != "log10":
         return steps / int(every)
-    ends = [10**k for k in range(2, 12)]  # from each of them on the period is one longer
+    ends: list[int] = [10**k for k in range(2, 12)]  # from each of them on the period is one longer
     parts = [min(steps, end) - min(steps, end // 10) for end in ends]
     return min(steps, 10) + sum(part / period for period, part in enumerate(parts, 1))
 
@@ -183,7 +183,7 @@ def curve_of(result: Any, points: int = 100) -> dict[str, Any]:
         "training loss": [curve["train_loss"][i] for i in kept],
     }
 
-# %% ../nbs/appendix/29_live.ipynb #new45401
+# %% ../nbs/appendix/29_live.ipynb #cb8987b3
 def recorded(results: Iterable[Any], **settings: Any) -> Live:
     """Show the curves of recorded runs, to be chosen, smoothed and compared by steps, gradients or seconds.
 

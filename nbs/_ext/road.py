@@ -48,9 +48,11 @@ def title(notebook: Any) -> str:
 
 def face(notebook: Any) -> str:
     """What a card shows: a picture, if the chapter has one, and the title."""
+    words = f'<span class="road-title">{escape(title(notebook))}</span>'
     picture = first_picture(notebook)
-    style = f' style="background-image: url({small(picture)})"' if picture else ""
-    return f'<span class="road-picture"{style}></span><span class="road-title">{escape(title(notebook))}</span>'
+    if picture is None:
+        return words
+    return f'<span class="road-picture" style="background-image: url({small(picture)})"></span>{words}'
 
 
 class Road(SphinxDirective):  # type: ignore[misc]
