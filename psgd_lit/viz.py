@@ -234,7 +234,7 @@ def live_widget(
         )
         for name in grid
     }
-    picture = ipywidgets.Image(format="webp")
+    picture = ipywidgets.Image(format="webp", layout={"max_width": "45rem"})
 
     def redraw(_: object = None) -> None:
         picture.value = encode_frame(
