@@ -31,9 +31,10 @@ help: ## list the targets
 
 _build/html/.done: .venv/.done $(BOOK_SOURCES) $(wildcard psgd_lit/*.py psgd_lit/*/*.py)
 	$(BIN)/jupyter-book build . --warningiserror --nitpick --keep-going --quiet
+	$(BIN)/python nbs/_ext/single.py _build/html
 	@touch $@
 
-book: _build/html/.done ## build the book, with warnings as errors
+book: _build/html/.done ## build the book, with warnings as errors, and book.html, all of it on one page
 	@echo "The book is ready: open file://$(CURDIR)/_build/html/index.html"
 
 test: _build/html/.done ## run the tests but the slow ones, and under nbval each notebook that has changed

@@ -2,9 +2,9 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'DASHES', 'NAMES', 'MAX_FRAMES', 'style_of', 'use_style', 'draw_contours', 'encode_frame', 'choices',
-           'static_page', 'live_widget', 'Exhibit', 'explore']
+           'is_category', 'static_page', 'live_widget', 'Exhibit', 'explore']
 
-# %% ../nbs/appendix/03_drawing.ipynb #2a0f273d
+# %% ../nbs/appendix/03_drawing.ipynb #0d76b31b
 import base64
 import html
 import io
@@ -22,9 +22,10 @@ try:
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from PIL import Image
 except ImportError as error:
     raise ImportError(
-        "psgd_lit.viz draws with matplotlib and ipywidgets: pip install 'psgd_lit[viz]'"
+        "psgd_lit.viz draws with matplotlib, pillow and ipywidgets: pip install 'psgd_lit[viz]'"
     ) from error
 
 # %% ../nbs/appendix/03_drawing.ipynb #68035ebd
@@ -54,15 +55,17 @@ def style_of(method: str) -> dict[str, Any]:
         raise ValueError(f"no style for {method!r}; methods with one: {', '.join(DASHES)}")
     return {"color": COLOURS[method], "linestyle": DASHES[method], "label": NAMES[method]}
 
-# %% ../nbs/appendix/03_drawing.ipynb #5296ab51
+# %% ../nbs/appendix/03_drawing.ipynb #a22cf174
 def use_style() -> None:
     """Set matplotlib's defaults to the style of the book."""
     plt.rcParams.update(
         {
             "figure.figsize": (6.4, 3.6),
-            "figure.dpi": 140,
+            "figure.dpi": 220,
             "figure.constrained_layout.use": True,
-            "savefig.facecolor": "white",
+            "figure.facecolor": "none",
+            "axes.facecolor": "none",
+            "savefig.facecolor": "none",
             "font.size": 10,
             "axes.titlesize": 10,
             "axes.spines.top": False,
@@ -102,13 +105,22 @@ def draw_contours(
     axes.set(xlim=x, ylim=y)
     axes.grid(False)
 
-# %% ../nbs/appendix/03_drawing.ipynb #f2e94a66
-def encode_frame(figure: Figure) -> bytes:
-    """Return a figure as the bytes of a webp image at 110 dots per inch, and close the figure."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="webp", dpi=110, pil_kwargs={"quality": 70, "method": 6})
+# %% ../nbs/appendix/03_drawing.ipynb #817b8507
+def encode_frame(figure: Figure, ground: str = "none") -> bytes:
+    """Return a figure as the bytes of a webp image of 64 colours at 220 dots per inch, and close the figure.
+
+    Args:
+        figure: what is drawn.
+        ground: the colour behind it, or "none".
+    """
+    drawn, frame = io.BytesIO(), io.BytesIO()
+    figure.savefig(
+        drawn, format="png", dpi=220, facecolor=ground, pil_kwargs={"compress_level": 1}
+    )
     plt.close(figure)
-    return buffer.getvalue()
+    few = Image.open(drawn).quantize(64, method=Image.Quantize.FASTOCTREE)
+    few.convert("RGBA").save(frame, "webp", lossless=True, method=4)
+    return frame.getvalue()
 
 # %% ../nbs/appendix/03_drawing.ipynb #7583bd7b
 MAX_FRAMES = 24
@@ -136,23 +148,44 @@ def choices(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
     ]  # eq-frame
 
-# %% ../nbs/appendix/03_drawing.ipynb #7f121484
+# %% ../nbs/appendix/03_drawing.ipynb #2f5140fa
 _SCRIPT = """(() => {
   const root = document.currentScript.parentElement, {frames, alts, labels} = JSON.parse(root.dataset.frames);
-  const image = root.querySelector("img"), inputs = [...root.querySelectorAll("input")];
+  const image = root.querySelector("img"), controls = [...root.querySelectorAll(".control")];
   const show = () => {
     let k = 0;
-    inputs.forEach((input, i) => {
-      k = k * labels[i].length + input.valueAsNumber;
-      input.setAttribute("aria-valuetext", labels[i][input.valueAsNumber]);
-      input.nextElementSibling.textContent = labels[i][input.valueAsNumber];
+    controls.forEach((control, i) => {
+      const output = control.querySelector("output"), input = control.querySelector(output ? "input" : ":checked");
+      k = k * labels[i].length + Number(input.value);
+      if (output) output.textContent = labels[i][input.value];
+      if (output) input.setAttribute("aria-valuetext", labels[i][input.value]);
     });
     image.src = "data:image/webp;base64," + frames[k];
     image.alt = alts[k];
   };
-  inputs.forEach(input => input.addEventListener("input", show));
+  root.addEventListener("input", show);
   show();
 })();"""
+
+
+def is_category(values: Sequence[Any]) -> bool:
+    """True for values that are words, and so have no order."""
+    return all(isinstance(value, str) for value in values)
+
+
+def _control(name: str, texts: Sequence[str], position: int, category: bool) -> str:
+    """Return the html of a slider, or of radio buttons, for one parameter."""
+    title, shown = html.escape(name.replace("_", " ")), [html.escape(text) for text in texts]
+    if not category:
+        slider = f'<input type="range" min="0" max="{len(texts) - 1}" value="{position}">'
+        return (
+            f'<label class="control">{title} {slider}<output>{shown[position]}</output></label>'
+        )
+    buttons = "".join(
+        f'<label><input type="radio" name="{html.escape(name)}" value="{k}"{" checked" * (k == position)}>{text}</label>'
+        for k, text in enumerate(shown)
+    )
+    return f'<fieldset class="control"><legend>{title}</legend>{buttons}</fieldset>'
 
 
 def static_page(
@@ -161,13 +194,13 @@ def static_page(
     alts: Sequence[str],
     start: Sequence[int],
 ) -> str:
-    """Return html that shows one of the frames, chosen by native range inputs, without a kernel or a network.
+    """Return html that shows one of the frames, chosen by the browser's own controls, without a kernel or a network.
 
     Args:
-        grid: the values of each slider, by the name of the parameter.
+        grid: the values of each parameter, by its name.
         frames: the pictures, as webp, in the order of `choices`.
         alts: the text that stands for each of them.
-        start: the position of each slider at first.
+        start: which value of each parameter is chosen at first.
     """
     labels = [
         [f"{value:g}" if isinstance(value, float) else str(value) for value in grid[name]]
@@ -175,18 +208,17 @@ def static_page(
     ]
     images = [base64.b64encode(frame).decode() for frame in frames]
     data = html.escape(json.dumps({"frames": images, "alts": list(alts), "labels": labels}))
-    sliders = "".join(
-        f'<label>{html.escape(name.replace("_", " "))} <input type="range" min="0" max="{len(texts) - 1}" value="{position}">'
-        f"<output>{html.escape(texts[position])}</output></label>"
+    controls = "".join(
+        _control(name, texts, position, is_category(grid[name]))
         for name, texts, position in zip(grid, labels, start, strict=True)
     )
     k = 0
     for texts, position in zip(labels, start, strict=True):
         k = k * len(texts) + position  # eq-frame
     first = f'<img alt="{html.escape(alts[k])}" src="data:image/webp;base64,{images[k]}">'
-    return f'<div class="explore" data-frames="{data}">{sliders}{first}<script>{_SCRIPT}</script></div>'
+    return f'<form class="explore" data-frames="{data}">{controls}{first}<script>{_SCRIPT}</script></form>'
 
-# %% ../nbs/appendix/03_drawing.ipynb #a450031a
+# %% ../nbs/appendix/03_drawing.ipynb #4f565bf5
 def live_widget(
     draw: Callable[..., Figure], grid: Mapping[str, Sequence[Any]], start: Mapping[str, Any]
 ) -> ipywidgets.Widget:
@@ -195,17 +227,18 @@ def live_widget(
         name: [(f"{v:g}" if isinstance(v, float) else str(v), v) for v in values]
         for name, values in grid.items()
     }
+    kinds = {True: ipywidgets.RadioButtons, False: ipywidgets.SelectionSlider}
     sliders = {
-        name: ipywidgets.SelectionSlider(
+        name: kinds[is_category(grid[name])](
             options=options[name], value=start[name], description=name.replace("_", " ")
         )
         for name in grid
     }
-    picture = ipywidgets.Image(format="webp")
+    picture = ipywidgets.Image(format="webp", layout={"max_width": "45rem"})
 
     def redraw(_: object = None) -> None:
         picture.value = encode_frame(
-            draw(**{name: slider.value for name, slider in sliders.items()})
+            draw(**{name: slider.value for name, slider in sliders.items()}), ground="white"
         )
 
     for slider in sliders.values():

@@ -116,13 +116,13 @@ class Cell:
 
     @property
     def is_exhibit(self) -> bool:
-        """True if the cell ends by showing what `explore` or `live` returns."""
-        return self.shown_by in {"explore", "live"}
+        """True if the cell ends by showing what `explore`, `live` or `recorded` returns."""
+        return self.shown_by in {"explore", "live", "recorded"}
 
     @property
     def is_live(self) -> bool:
         """True if that is an exhibit which computes in the page."""
-        return self.shown_by == "live"
+        return self.shown_by in {"live", "recorded"}
 
     @property
     def names(self) -> set[str]:

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,18 @@ def sizes(text: str) -> Iterator[str]:
             yield f"{place}: a picture of {max(counts):,} bytes, and {IMAGE_BYTES:,} are the limit"
 
 
+def frames(text: str) -> Iterator[str]:
+    """No two frames of an exhibit are equal, none is of a run that is missing, and each has words of its own kind."""
+    for place, output in outputs(nbformat.reads(text, as_version=4)):
+        found = re.search(r'data-frames="([^"]*)"', output.get("data", {}).get("text/html", ""))
+        shown = json.loads(unescape(found[1])) if found else {"frames": [], "alts": []}
+        if len({*shown["frames"]}) < len(shown["frames"]):
+            yield f"{place}: {len(shown['frames'])} frames, and {len({*shown['frames']})} of them differ"
+        for words in shown["alts"]:
+            if re.search("not yet run|^Picture for ", words):
+                yield f"{place}: a frame says {words!r}"
+
+
 def opt_outs(text: str) -> Iterator[str]:
     """No cell opts out of being compared."""
     for number, cell in enumerate(nbformat.reads(text, as_version=4).cells, 1):
@@ -124,7 +137,7 @@ def opt_outs(text: str) -> Iterator[str]:
             yield f"cell {number} opts out of its test: {mark}"
 
 
-GATES: list[Gate] = [canonical_form, run_cells, traces, sizes, opt_outs]
+GATES: list[Gate] = [canonical_form, run_cells, traces, sizes, frames, opt_outs]
 
 
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.__name__)
@@ -286,6 +299,12 @@ def heavy(kind: str) -> Callable[[Any], None]:
     return lambda notebook: notebook.cells[2].outputs[0].data.update({kind: value})
 
 
+def exhibit(pictures: list[str], words: list[str]) -> Callable[[Any], None]:
+    """Give the first code cell an exhibit of such frames."""
+    data = escape(json.dumps({"frames": pictures, "alts": words}))
+    return add_output(output_type="display_data", data={"text/html": f'<form data-frames="{data}"></form>'})
+
+
 SPOILED: list[tuple[Gate, Callable[[Any], None], str]] = [
     (canonical_form, lambda nb: nb.metadata.update(kernelspec={"name": "mine", "display_name": "Mine"}), "canonical"),
     (canonical_form, lambda nb: nb.cells[1].metadata.update(collapsed=True), "not in the canonical form"),
@@ -312,6 +331,9 @@ SPOILED: list[tuple[Gate, Callable[[Any], None], str]] = [
     (sizes, lambda nb: nb.cells.append(v4.new_markdown_cell("x" * NOTEBOOK_BYTES)), "2,000,000 are the limit"),
     (sizes, heavy("image/png"), "a picture of 160,001 bytes"),
     (sizes, heavy("text/html"), "a picture of 160,001 bytes"),
+    (frames, exhibit(["a", "b", "a"], ["One.", "Two.", "Three."]), "3 frames, and 2 of them differ"),
+    (frames, exhibit(["a", "b"], ["One.", "k = 2: not yet run."]), "a frame says 'k = 2: not yet run.'"),
+    (frames, exhibit(["a", "b"], ["One.", "Picture for k 2"]), "a frame says 'Picture for k 2'"),
     (opt_outs, lambda nb: nb.cells[1].update(source="# NBVAL_IGNORE_OUTPUT\n1 + 1"), "NBVAL_IGNORE_OUTPUT"),
     (opt_outs, lambda nb: nb.cells[1].metadata.update(tags=["nbval-skip"]), "nbval-skip"),
     (opt_outs, lambda nb: nb.cells[1].metadata.update(tags=["raises-exception"]), "raises-exception"),

@@ -6,18 +6,25 @@ What a page folds, and the line that stands for it, is the business of `folding`
 """
 
 import re
+from base64 import b64decode
 from html import escape
 from inspect import cleandoc
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import folding
 import nbformat
+from PIL import Image
 
 DIRECTIVE = re.compile(r"#\|\s*(?P<name>[\w-]+)\s*:?\s*(?P<value>.*)")
 SOLUTION = re.compile(r"\{solution-(start|end)\}")
 PROMISE = re.compile(r"^(You get )(`psgd_lit\.[\w.]+`)", re.MULTILINE)
+COLUMNS = re.compile(r"^\s*\S.*\S {2,}\S.*\n.*\S {2,}\S", re.MULTILINE)
+"""Two lines of printed text that are set in columns."""
+INCH = 110
+"""Pixels of a page on which an inch of a figure is shown; figures are drawn with twice as many."""
 TAGS = {
     ("default_exp", None): "remove-cell",
     ("hide", None): "remove-cell",
@@ -37,17 +44,36 @@ def split_directives(source: str) -> tuple[dict[str, str], str]:
     return directives, "\n".join(lines).strip("\n")
 
 
+def prints_columns(cell: Any) -> bool:
+    """True if a cell prints a table, whose lines can't be wrapped."""
+    return any(COLUMNS.search(output.get("text", "")) for output in cell.get("outputs", []))
+
+
+def width(cell: Any) -> int | None:
+    """How many pixels wide the page shows the figure of a cell; None if it has none."""
+    images = [
+        output["data"]["image/png"] for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
+    ]
+    if not images:
+        return None
+    figure = Image.open(BytesIO(b64decode(images[0])))
+    dots: float = figure.info["dpi"][0]
+    return round(figure.width / dots * INCH)
+
+
 def annotate(cell: Any, folds: bool = True) -> None:
     """Move the directives of a code cell into the metadata that MyST-NB reads, and fold what is folded."""
     directives, cell.source = split_directives(cell.source)
     tags = [tag for (name, value), tag in TAGS.items() if name in directives and value in (None, directives[name])]
-    cell.metadata.tags = [*cell.metadata.get("tags", []), *tags]
+    cell.metadata.tags = [*cell.metadata.get("tags", []), *tags, *(["columns"] if prints_columns(cell) else [])]
     mystnb: dict[str, Any] = {}
     if folds and (line := folding.folded_line(cell, directives)) is not None:
         cell.metadata.tags = [*dict.fromkeys([*cell.metadata.tags, "hide-input"])]
         mystnb["code_prompt_show"] = line
     if "fig-alt" in directives:
         mystnb["image"] = {"alt": directives["fig-alt"]}
+    if shown := width(cell):
+        mystnb.setdefault("image", {})["width"] = f"{shown}px"
     if "fig-cap" in directives:
         mystnb["figure"] = {"caption": directives["fig-cap"], "name": directives["label"]}
     if mystnb:

@@ -143,6 +143,6 @@ def folded_line(cell: Any, directives: Mapping[str, str]) -> str | None:
     if is_folded:
         return "code"
     match tree.body[-1]:
-        case ast.Expr(ast.Call(ast.Name("explore" | "live"))):
+        case ast.Expr(ast.Call(ast.Name("explore" | "live" | "recorded"))):
             return "code of the exhibit"
     return None

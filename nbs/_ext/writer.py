@@ -6,7 +6,9 @@ Usage: `python nbs/_ext/writer.py [NOTEBOOK ...]`; without arguments, all pages 
 import hashlib
 import os
 import sys
+from base64 import b64decode, b64encode
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import nbformat
 import yaml
 from book_ext import split_directives
 from nbclient import NotebookClient
+from PIL import Image
 from provenance import digest, record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +77,18 @@ def execute(path: Path) -> str:
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources, coalesce_streams=True).execute()
+    lighten(notebook)
     return canonical(notebook)
+
+
+def lighten(notebook: Any) -> None:
+    """Leave 128 colours to each picture, some translucent: a drawing looks as before, in a quarter of the bytes."""
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        if "image/png" in output.get("data", {}):
+            picture, light = Image.open(BytesIO(b64decode(output.data["image/png"]))), BytesIO()
+            few = picture.convert("RGBA").quantize(128, method=Image.Quantize.FASTOCTREE)
+            few.save(light, "png", optimize=True, dpi=picture.info["dpi"])
+            output.data["image/png"] = b64encode(light.getvalue()).decode() + "\n"
 
 
 def readme(index: Path) -> str:

@@ -442,9 +442,10 @@ export function agree(into, found) {
 /** Compute and draw once a frame after something has changed: a setting, the theme, the width. Returns how to stop. */
 export function watch(el, model, keys, { compute, draw }) {
   let frame = 0,
-    stale = false;
+    stale = true;
   const run = () => {
     frame = 0;
+    if (!el.isConnected) return; // without a style there are no colours; the first size that is seen asks again
     if (stale) compute();
     stale = false;
     draw();
@@ -460,8 +461,7 @@ export function watch(el, model, keys, { compute, draw }) {
   theme.observe(document.documentElement, { attributeFilter: ["data-theme"] });
   theme.observe(document.body, { attributeFilter: ["data-jp-theme-light"] });
   size.observe(el);
-  compute();
-  draw();
+  run();
   return () => {
     cancelAnimationFrame(frame);
     theme.disconnect();
