@@ -168,7 +168,7 @@ def _fits(steps: int, every: int | str) -> float:
     parts = [min(steps, end) - min(steps, end // 10) for end in ends]
     return min(steps, 10) + sum(part / period for period, part in enumerate(parts, 1))
 
-
+# %% ../nbs/appendix/29_exhibit.ipynb #mend0014
 def curve_of(result: Any, points: int = 100) -> dict[str, Any]:
     """Return the thinned curve of a recorded run, as the exhibit "runs" draws it.
 

@@ -177,13 +177,13 @@ def _check_dtypes(dtypes: Iterable[torch.dtype]) -> None:
                 "torch.autocast(device_type, enabled=False) around this part"
             )
 
-
+# %% ../nbs/appendix/04_graphs.ipynb #mend0006
 def check_precision(loss: Tensor) -> None:
     """Raise a `ValueError` if a part of the loss was computed in half precision."""
     ends = [] if loss.grad_fn is None else [loss.grad_fn]
     _check_dtypes({result.dtype for node in nodes(ends) for result in node._input_metadata})
 
-
+# %% ../nbs/appendix/04_graphs.ipynb #mend0008
 @contextmanager
 def precision_checked() -> Iterator[None]:
     """Raise a `ValueError` at the end if something inside was kept for its backward pass in half precision.

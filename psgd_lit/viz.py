@@ -172,7 +172,7 @@ def is_category(values: Sequence[Any]) -> bool:
     """True for values that are words, and so have no order."""
     return all(isinstance(value, str) for value in values)
 
-
+# %% ../nbs/appendix/03_drawing.ipynb #mend0002
 def _control(name: str, texts: Sequence[str], position: int, category: bool) -> str:
     """Return the html of a slider, or of radio buttons, for one parameter."""
     title, shown = html.escape(name.replace("_", " ")), [html.escape(text) for text in texts]
@@ -187,7 +187,7 @@ def _control(name: str, texts: Sequence[str], position: int, category: bool) -> 
     )
     return f'<fieldset class="control"><legend>{title}</legend>{buttons}</fieldset>'
 
-
+# %% ../nbs/appendix/03_drawing.ipynb #mend0004
 def static_page(
     grid: Mapping[str, Sequence[Any]],
     frames: Sequence[bytes],

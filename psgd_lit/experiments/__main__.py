@@ -291,9 +291,8 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("report", help="what is done, and what remains")
     plan.set_defaults(command=report)
     plan.add_argument("--commands", action="store_true", help="only the commands that remain")
-    add_bench(commands)
-    add_contest(commands)
-    add_tuned(commands)
+    for add in (add_bench, add_contest, add_tuned):
+        add(commands)
     return main
 
 # %% ../../nbs/appendix/19_plan.ipynb #700aab02

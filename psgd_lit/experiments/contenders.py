@@ -247,7 +247,7 @@ def closure_for(
 
     return backward if contender.calls_backward else loss
 
-
+# %% ../../nbs/appendix/17_contenders.ipynb #mend0012
 class Race:
     """A training that is timed, and whose gradients are counted.
 

@@ -152,7 +152,7 @@ def parts_of(case: Case, optimizer: Any) -> dict[str, Callable[[], Any]]:
         ),
     }
 
-
+# %% ../../nbs/evidence/08_wall_time.ipynb #mend0010
 def make_parts(name: str, method: str, batch: int = 0) -> dict[str, Callable[[], Any]]:
     """Return the parts of a step of a form of PSGD on a case, as `parts_of` does."""
     case = make_case(name, batch)
