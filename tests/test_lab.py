@@ -91,6 +91,7 @@ def lab(address: str, browser: Browser) -> Iterator[Page]:
     page.set_default_timeout(PATIENCE)
     page.goto(address)
     page.locator(".jp-Notebook .jp-CodeCell").nth(2).wait_for()
+    page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()  # before it a run may be lost
     run(page, 0)
     page.locator(".lv-agrees[data-difference]").wait_for()
     run(page, 1)
