@@ -106,6 +106,7 @@ def test_live_exhibit_moves(lab: Page) -> None:
     grip = lab.locator(".lv-grip")
     grip.press("ArrowLeft")
     grip.press("ArrowDown")
+    lab.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     x, y = [float(part.split()[-1]) for part in (grip.get_attribute("aria-valuetext") or "").split(",")]
     run(lab, 2)
     said = lab.locator(".jp-CodeCell").nth(2).locator(".jp-OutputArea-output pre")
