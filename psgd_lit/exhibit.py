@@ -5,6 +5,7 @@ __all__ = ['normals', 'bundle', 'static_page', 'widget_of', 'Live', 'curve_of', 
 
 # %% ../nbs/appendix/29_exhibit.ipynb #cc359bc1
 import html
+import itertools
 import json
 import math
 import re
@@ -158,17 +159,6 @@ class Live:
         return {**view, "text/html": page, "text/plain": f"Live({self.name})"}, metadata
 
 # %% ../nbs/appendix/29_exhibit.ipynb #rec00001
-def _fits(steps: int, every: int | str) -> float:
-    """Return how often Q has learned after so many steps, if it does on every k-th, or by the schedule "log10"."""
-    if every != "log10":
-        return steps / int(every)
-    ends: list[int] = [
-        10**k for k in range(2, 12)
-    ]  # from each of them on the period is one longer
-    parts = [min(steps, end) - min(steps, end // 10) for end in ends]
-    return min(steps, 10) + sum(part / period for period, part in enumerate(parts, 1))
-
-# %% ../nbs/appendix/29_exhibit.ipynb #mend0014
 def curve_of(result: Any, points: int = 100) -> dict[str, Any]:
     """Return the thinned curve of a recorded run, as the exhibit "runs" draws it.
 
@@ -180,14 +170,19 @@ def curve_of(result: Any, points: int = 100) -> dict[str, Any]:
     last = len(curve["step"]) - 1
     kept = [*range(0, last, max(1, round(last / points))), last]
     steps = [curve["step"][i] for i in kept]
+    every = run.update_every
     product = 0 if run.method in ("sgd", "rmsprop", "adam") else {"approx": 1}.get(run.hvp, 2)
+    periods = (
+        max(len(str(t)) - 1, 1) if every == "log10" else every for t in range(1, steps[-1] + 1)
+    )
+    fits = [0.0, *itertools.accumulate(1 / period for period in periods)]
     return {
         "problem": f"{run.problem}, T = {run.length}",
         "method": run.variant,
         "seed": run.seed,
         "ms": result.ms_per_step["median"],
         "steps": steps,
-        "gradients": [round(t + product * _fits(t, run.update_every)) for t in steps],
+        "gradients": [round(t + product * fits[t]) for t in steps],
         "test error": [curve["test_error"][i] for i in kept],
         "training loss": [curve["train_loss"][i] for i in kept],
     }

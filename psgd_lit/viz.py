@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'DASHES', 'NAMES', 'MAX_FRAMES', 'style_of', 'use_style', 'draw_contours', 'encode_frame', 'choices',
-           'is_category', 'static_page', 'live_widget', 'Exhibit', 'explore']
+           'static_page', 'live_widget', 'Exhibit', 'explore']
 
 # %% ../nbs/appendix/03_drawing.ipynb #0d76b31b
 import base64
@@ -148,7 +148,27 @@ def choices(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
     ]  # eq-frame
 
-# %% ../nbs/appendix/03_drawing.ipynb #2f5140fa
+# %% ../nbs/appendix/03_drawing.ipynb #1718cf31
+def _is_category(values: Sequence[Any]) -> bool:
+    """True for values that are words, and so have no order."""
+    return all(isinstance(value, str) for value in values)
+
+# %% ../nbs/appendix/03_drawing.ipynb #335b51d2
+def _control(name: str, texts: Sequence[str], position: int, category: bool) -> str:
+    """Return the html of a slider, or of radio buttons, for one parameter."""
+    title, shown = html.escape(name.replace("_", " ")), [html.escape(text) for text in texts]
+    if not category:
+        slider = f'<input type="range" min="0" max="{len(texts) - 1}" value="{position}">'
+        return (
+            f'<label class="control">{title} {slider}<output>{shown[position]}</output></label>'
+        )
+    buttons = "".join(
+        f'<label><input type="radio" name="{html.escape(name)}" value="{k}"{" checked" * (k == position)}>{text}</label>'
+        for k, text in enumerate(shown)
+    )
+    return f'<fieldset class="control"><legend>{title}</legend>{buttons}</fieldset>'
+
+# %% ../nbs/appendix/03_drawing.ipynb #c441eaaa
 _SCRIPT = """(() => {
   const root = document.currentScript.parentElement, {frames, alts, labels} = JSON.parse(root.dataset.frames);
   const image = root.querySelector("img"), controls = [...root.querySelectorAll(".control")];
@@ -168,26 +188,6 @@ _SCRIPT = """(() => {
 })();"""
 
 
-def is_category(values: Sequence[Any]) -> bool:
-    """True for values that are words, and so have no order."""
-    return all(isinstance(value, str) for value in values)
-
-# %% ../nbs/appendix/03_drawing.ipynb #mend0002
-def _control(name: str, texts: Sequence[str], position: int, category: bool) -> str:
-    """Return the html of a slider, or of radio buttons, for one parameter."""
-    title, shown = html.escape(name.replace("_", " ")), [html.escape(text) for text in texts]
-    if not category:
-        slider = f'<input type="range" min="0" max="{len(texts) - 1}" value="{position}">'
-        return (
-            f'<label class="control">{title} {slider}<output>{shown[position]}</output></label>'
-        )
-    buttons = "".join(
-        f'<label><input type="radio" name="{html.escape(name)}" value="{k}"{" checked" * (k == position)}>{text}</label>'
-        for k, text in enumerate(shown)
-    )
-    return f'<fieldset class="control"><legend>{title}</legend>{buttons}</fieldset>'
-
-# %% ../nbs/appendix/03_drawing.ipynb #mend0004
 def static_page(
     grid: Mapping[str, Sequence[Any]],
     frames: Sequence[bytes],
@@ -209,7 +209,7 @@ def static_page(
     images = [base64.b64encode(frame).decode() for frame in frames]
     data = html.escape(json.dumps({"frames": images, "alts": list(alts), "labels": labels}))
     controls = "".join(
-        _control(name, texts, position, is_category(grid[name]))
+        _control(name, texts, position, _is_category(grid[name]))
         for name, texts, position in zip(grid, labels, start, strict=True)
     )
     k = 0
@@ -218,7 +218,7 @@ def static_page(
     first = f'<img alt="{html.escape(alts[k])}" src="data:image/webp;base64,{images[k]}">'
     return f'<form class="explore" data-frames="{data}">{controls}{first}<script>{_SCRIPT}</script></form>'
 
-# %% ../nbs/appendix/03_drawing.ipynb #4f565bf5
+# %% ../nbs/appendix/03_drawing.ipynb #55590041
 def live_widget(
     draw: Callable[..., Figure], grid: Mapping[str, Sequence[Any]], start: Mapping[str, Any]
 ) -> ipywidgets.Widget:
@@ -229,7 +229,7 @@ def live_widget(
     }
     kinds = {True: ipywidgets.RadioButtons, False: ipywidgets.SelectionSlider}
     sliders = {
-        name: kinds[is_category(grid[name])](
+        name: kinds[_is_category(grid[name])](
             options=options[name], value=start[name], description=name.replace("_", " ")
         )
         for name in grid

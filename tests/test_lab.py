@@ -91,6 +91,7 @@ def lab(address: str, browser: Browser) -> Iterator[Page]:
     page.set_default_timeout(PATIENCE)
     page.goto(address)
     page.locator(".jp-Notebook .jp-CodeCell").nth(2).wait_for()
+    page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()  # before it a run may be lost
     run(page, 0)
     page.locator(".lv-agrees[data-difference]").wait_for()
     run(page, 1)
@@ -105,6 +106,7 @@ def test_live_exhibit_moves(lab: Page) -> None:
     grip = lab.locator(".lv-grip")
     grip.press("ArrowLeft")
     grip.press("ArrowDown")
+    lab.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     x, y = [float(part.split()[-1]) for part in (grip.get_attribute("aria-valuetext") or "").split(",")]
     run(lab, 2)
     said = lab.locator(".jp-CodeCell").nth(2).locator(".jp-OutputArea-output pre")
