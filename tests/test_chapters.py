@@ -57,18 +57,8 @@ IN_THE_SPINE = {
     "forms/10_family",
     "optimizer/03_psgd",
     "optimizer/04_skipped_updates",
-    "evidence/01_rosenbrock",
-    "evidence/02_sequences",
-    "evidence/03_addition",
-    "evidence/04_delayed_xor",
-    "evidence/05_digits",
     "evidence/06_images",
     "evidence/07_mnist",
-    "evidence/08_wall_time",
-    "evidence/09_normalizers",
-    "evidence/10_noisy",
-    "evidence/11_noiseless",
-    "evidence/12_where",
     "appendix/03_drawing",
     "appendix/04_graphs",
     "appendix/05_closures",
@@ -299,6 +289,28 @@ def shown(page: Page, book: list[Page]) -> Iterator[str]:
             yield f"{cell}: the next code cell should assert what the exhibit shows"
     if not is_broken(page):
         yield "nothing is broken: no heading with a label `(break-name)=` above it and an assertion below"
+
+
+RULE = re.compile(r"^\(rule-[\w-]+\)=\n##+ ", re.MULTILINE)
+"""The label and the heading under which an experiment says by which rule it judges."""
+JUDGES = {"load_results", "load_sheet", "verdict"}
+"""What reads recorded runs, or judges a claim."""
+
+
+def ruled(page: Page, book: list[Page]) -> Iterator[str]:
+    """An experiment says what it claims and by which rule it judges before it shows or reads any result."""
+    if not is_experiment(page):
+        return
+    above = []
+    for cell in page.cells:
+        if not cell.is_code and RULE.search(cell.source):
+            break
+        above.append(cell)
+    else:
+        yield "an experiment needs a heading with a label `(rule-name)=`, which says by which rule it judges"
+    for cell in above:
+        if cell.outputs or cell.is_exhibit or JUDGES & cell.names:
+            yield f"{cell}: shows a result, or reads one, before the rule by which it is judged"
 
 
 STATEMENT = re.compile(r"^(?:```|:::)\{prf:(?P<kind>[\w-]+)\}.*(?P<label>\n:label: )?", re.MULTILINE)
@@ -680,7 +692,7 @@ def printed(page: Page, book: list[Page]) -> Iterator[str]:
 
 CHAPTER_RULES: list[Rule] = [size, opening, module, needs, imports]
 SPINE_RULES: list[Rule] = [spine, sections]
-FORM_RULES: list[Rule] = [named_content, lead, summary, shown, statements, exercises]
+FORM_RULES: list[Rule] = [named_content, lead, summary, shown, ruled, statements, exercises]
 PAGE_RULES: list[Rule] = [
     following,
     beats,
@@ -929,6 +941,26 @@ assert half(torch.tensor(1)).dtype != torch.int64
 
 Exercises.
 """
+EXPERIMENT = """
+%% markdown
+(chap-contest)=
+# Halves against thirds
+
+Halves win.
+%% code
+from psgd_lit.experiments.runner import load_results
+%% markdown
+(rule-contest)=
+## The larger one wins
+
+It is larger, so it wins.
+%% code
+runs = load_results("results")
+%% output
+2 runs
+%% code
+verdict("halves-win", holds=runs[0] > runs[1])
+"""
 LONG = "\n".join(["    x = x / 2"] * 30)
 
 SPOILED: list[tuple[Rule, str, str, str]] = [
@@ -960,6 +992,10 @@ SPOILED: list[tuple[Rule, str, str, str]] = [
     (shown, "assert half(x).shape == x.shape", "half(x)", "should assert what the exhibit shows"),
     (shown, "(break-halving)=\n", "", "nothing is broken"),
     (shown, "assert half(torch.tensor(1)).dtype != torch.int64", "half(torch.tensor(1))", "nothing is broken"),
+    (ruled, "(rule-contest)=\n", "", "an experiment needs a heading with a label"),
+    (ruled, "load_results\n%% markdown", "load_results\nload_results('x')\n%% markdown", "before the rule"),
+    (ruled, "load_results\n%% markdown", "load_results\n%% output\n2\n%% markdown", "before the rule"),
+    (ruled, "load_results\n%% markdown", "load_results\n%% picture\n%% markdown", "before the rule"),
     (statements, "{prf:proposition}", "{prf:remark}", "no {prf:definition}, {prf:theorem} or {prf:proposition}"),
     (statements, "{prf:proof}", "{note}", "a proposition without a {prf:proof}"),
     (statements, ":label: prop-halving\n", "", "a proposition without `:label:`"),
@@ -1033,8 +1069,8 @@ SPOILED: list[tuple[Rule, str, str, str]] = [
 ]
 
 
-def parse(text: str) -> Page:
-    """Make a page from the notation of `SAMPLE`."""
+def parse(text: str, part: str = "criterion") -> Page:
+    """Make a page of a part of the book from the notation of `SAMPLE`."""
     cells = []
     for block in text.replace("TALK", TALK).split("%% ")[1:]:
         kind, _, source = block.partition("\n")
@@ -1048,12 +1084,12 @@ def parse(text: str) -> Page:
                 cells[-1].outputs.append(v4.new_output("execute_result", {"text/plain": source}))
             case "picture":
                 cells[-1].outputs.append(v4.new_output("display_data", {"image/png": "", "text/plain": "<Figure>"}))
-    return as_page(Path("criterion/sample.ipynb"), v4.new_notebook(cells=cells))
+    return as_page(Path(part, "sample.ipynb"), v4.new_notebook(cells=cells))
 
 
 def judge(rule: Rule, text: str) -> list[str]:
     """Apply a rule to a page between two others, which export `viz` and `thirds`, with the tool `ink` at the end."""
-    page, others = parse(text), []
+    page, others = parse(text, "evidence" if rule is ruled else "criterion"), []
     for name, label, module in [
         ("earlier", "chap-drawing", "viz"),
         ("later", "chap-thirds", "thirds"),
@@ -1066,7 +1102,7 @@ def judge(rule: Rule, text: str) -> list[str]:
 
 def sample_for(rule: Rule) -> str:
     """The good chapter that a rule is tried on."""
-    return IN_SPINE if rule in SPINE_RULES else SAMPLE
+    return EXPERIMENT if rule is ruled else IN_SPINE if rule in SPINE_RULES else SAMPLE
 
 
 ALL_RULES = CHAPTER_RULES + SPINE_RULES + FORM_RULES + PAGE_RULES
