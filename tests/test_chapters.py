@@ -57,8 +57,6 @@ IN_THE_SPINE = {
     "forms/10_family",
     "optimizer/03_psgd",
     "optimizer/04_skipped_updates",
-    "evidence/06_images",
-    "evidence/07_mnist",
     "appendix/03_drawing",
     "appendix/04_graphs",
     "appendix/05_closures",
