@@ -41,8 +41,6 @@ GRADES = ["Easy", "Harder", "Project"]
 PROVED_PARTS = {"problem", "criterion", "learning", "forms"}
 """Parts whose chapters state what they derive as definitions, theorems and propositions."""
 IN_THE_SPINE = {
-    "evidence/06_images",
-    "evidence/07_mnist",
     "appendix/03_drawing",
     "appendix/08_buckets",
     "appendix/09_settings",
