@@ -5,7 +5,7 @@ __all__ = ['View', 'Measure', 'NAME_IT', 'GIVE_IT_BACK', 'PIECE', 'IMAGE_PROBLEM
            'shifted_view', 'plain_view', 'warped_view', 'convolve', 'deconvolve', 'draw_matrices', 'DigitNetwork',
            'ColourNetwork', 'Autoencoder', 'Question', 'ImageProblem']
 
-# %% ../../nbs/evidence/06_images.ipynb #n2
+# %% ../../nbs/evidence/06_images.ipynb #7855dece
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from torch.nn.functional import (
 from .image_data import Images, kept_images
 from .sequences import Batch, squared_error
 
-# %% ../../nbs/evidence/06_images.ipynb #n5
+# %% ../../nbs/evidence/06_images.ipynb #e3d54232
 def place(images: Tensor, top: Tensor, left: Tensor, side: int) -> Tensor:
     """Put each image on an empty square canvas.
 
@@ -51,7 +51,7 @@ def place(images: Tensor, top: Tensor, left: Tensor, side: int) -> Tensor:
     colour = torch.arange(colours, device=device)[None, :, None, None]
     return wide[which, colour, rows[:, None, :, None], columns[:, None, None, :]]
 
-# %% ../../nbs/evidence/06_images.ipynb #n8
+# %% ../../nbs/evidence/06_images.ipynb #1c12ee5b
 def warp(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Zoom and shift each image about its centre.
 
@@ -71,7 +71,7 @@ def warp(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     grid = affine_grid(maps, list(images.shape), align_corners=False)
     return grid_sample(images, grid, padding_mode="border", align_corners=False)
 
-# %% ../../nbs/evidence/06_images.ipynb #n11
+# %% ../../nbs/evidence/06_images.ipynb #ede551eb
 def random_warp(images: Tensor, source: torch.Generator, amount: float = 0.25) -> Tensor:
     """Zoom and shift each image at random.
 
@@ -86,7 +86,7 @@ def random_warp(images: Tensor, source: torch.Generator, amount: float = 0.25) -
     scale, shift = torch.split(amount * (2 * drawn - 1), [2, 2], dim=1)
     return warp(images, 1 + scale, shift)
 
-# %% ../../nbs/evidence/06_images.ipynb #n14
+# %% ../../nbs/evidence/06_images.ipynb #4d4dc4d7
 View = Callable[[Tensor, torch.Generator | None], Tensor]
 
 
@@ -106,7 +106,7 @@ def shifted_view(images: Tensor, source: torch.Generator | None) -> Tensor:
         top, left = torch.randint(5, (2, count), device=device, generator=source)
     return place(images, top, left, 32).float() / 127.5 - 1
 
-# %% ../../nbs/evidence/06_images.ipynb #n17
+# %% ../../nbs/evidence/06_images.ipynb #15c96eb4
 def plain_view(images: Tensor, source: torch.Generator | None) -> Tensor:
     """Return images with colours from -1 to 1, and the same for training and tests.
 
@@ -114,7 +114,7 @@ def plain_view(images: Tensor, source: torch.Generator | None) -> Tensor:
     """
     return images.float() / 128 - 1
 
-# %% ../../nbs/evidence/06_images.ipynb #n20
+# %% ../../nbs/evidence/06_images.ipynb #6497e79e
 def warped_view(images: Tensor, source: torch.Generator | None) -> Tensor:
     """Return images with colours from -1 to 1, zoomed and shifted at random unless the source is None.
 
@@ -127,7 +127,7 @@ def warped_view(images: Tensor, source: torch.Generator | None) -> Tensor:
     plain = plain_view(images, None)
     return plain if source is None else random_warp(plain, source)
 
-# %% ../../nbs/evidence/06_images.ipynb #n27
+# %% ../../nbs/evidence/06_images.ipynb #17d03fb9
 def convolve(theta: Tensor, x: Tensor, side: int, stride: int = 1, padding: int = 0) -> Tensor:
     """Return the convolution of images with a matrix.
 
@@ -143,7 +143,7 @@ def convolve(theta: Tensor, x: Tensor, side: int, stride: int = 1, padding: int 
     weight = theta[:, :-1].reshape(len(theta), x.shape[1], side, side)
     return conv2d(x, weight, theta[:, -1], stride, padding)  # eq-convolution
 
-# %% ../../nbs/evidence/06_images.ipynb #n30
+# %% ../../nbs/evidence/06_images.ipynb #1ad202fe
 def deconvolve(theta: Tensor, x: Tensor, side: int, stride: int, padding: int) -> Tensor:
     """Return the transposed convolution of images with a matrix.
 
@@ -159,7 +159,7 @@ def deconvolve(theta: Tensor, x: Tensor, side: int, stride: int, padding: int) -
     weight = theta[:, :-1].reshape(len(theta), x.shape[1], side, side).transpose(0, 1)
     return conv_transpose2d(x, weight, theta[:, -1], stride, padding)
 
-# %% ../../nbs/evidence/06_images.ipynb #n33
+# %% ../../nbs/evidence/06_images.ipynb #636e7522
 def draw_matrices(shapes: Sequence[tuple[int, int]], source: torch.Generator) -> list[Tensor]:
     """Draw matrices that ask for gradients, their entries with variance one over the number of columns.
 
@@ -172,7 +172,7 @@ def draw_matrices(shapes: Sequence[tuple[int, int]], source: torch.Generator) ->
         for n, m in shapes
     ]
 
-# %% ../../nbs/evidence/06_images.ipynb #n36
+# %% ../../nbs/evidence/06_images.ipynb #1ec2001a
 class DigitNetwork:
     """The convolutional network of Experiment 3, for digits on a canvas of 32 pixels.
 
@@ -190,7 +190,7 @@ class DigitNetwork:
             x = avg_pool2d(x, 2) if k % 2 else x
         return x.flatten(1) @ params[4][:, :-1].t() + params[4][:, -1]
 
-# %% ../../nbs/evidence/06_images.ipynb #n39
+# %% ../../nbs/evidence/06_images.ipynb #bf8d2fdc
 class ColourNetwork:
     """A convolutional network as in Experiment 4, for colour images of 32 pixels.
 
@@ -211,7 +211,7 @@ class ColourNetwork:
         x = leaky_relu(x.flatten(1) @ hidden[:, :-1].t() + hidden[:, -1], 0.3)
         return x @ last[:, :-1].t() + last[:, -1]
 
-# %% ../../nbs/evidence/06_images.ipynb #n42
+# %% ../../nbs/evidence/06_images.ipynb #965f93f9
 class Autoencoder:
     """The autoencoder of Experiment 5, for colour images of 32 pixels.
 
@@ -230,7 +230,7 @@ class Autoencoder:
             x = deconvolve(theta, x, 4, stride=2, padding=1).tanh()
         return deconvolve(params[5], x, 4, stride=2, padding=1)
 
-# %% ../../nbs/evidence/06_images.ipynb #n45
+# %% ../../nbs/evidence/06_images.ipynb #644dd1ef
 Measure = Callable[[Tensor, Batch], Tensor]
 
 
@@ -255,7 +255,7 @@ GIVE_IT_BACK = Question(
     error=lambda output, batch: squared_error(output, batch.inputs),
 )
 
-# %% ../../nbs/evidence/06_images.ipynb #n48
+# %% ../../nbs/evidence/06_images.ipynb #0a20a725
 @dataclass(frozen=True)
 class ImageProblem:
     """A question about images, and how large the steps are.
@@ -310,7 +310,7 @@ class ImageProblem:
 
 PIECE = 500  # test images that are in memory at once with all their features
 
-# %% ../../nbs/evidence/06_images.ipynb #n51
+# %% ../../nbs/evidence/06_images.ipynb #aac89da2
 IMAGE_PROBLEMS = {
     "mnist_cnn": ImageProblem(
         partial(kept_images, "mnist"), DigitNetwork(), NAME_IT, shifted_view, 128, 50_000
