@@ -11,7 +11,21 @@ from psgd_lit.experiments.contest import SEEDS, TUNING_SEED
 from psgd_lit.experiments.methods import METHODS, step_size
 from psgd_lit.experiments.records import ExperimentError
 from psgd_lit.experiments.runner import CATALOGUE, Result, Run, Store, load_result, load_results
-from psgd_lit.experiments.tuning import COMPARISONS, GRID, SHARE, Comparison, bring, price, standing, tuned
+from psgd_lit.experiments.tuning import (
+    COMPARISONS,
+    GRID,
+    SHARE,
+    Comparison,
+    bring,
+    has_enough,
+    is_lower,
+    latest_loss,
+    price,
+    run_row,
+    standing,
+    trial_row,
+    tuned,
+)
 
 RESULTS = Path(__file__).resolve().parents[1] / "nbs" / "results"
 SUMS = Comparison("addition_rnn", batch=2, images=600)
@@ -86,6 +100,48 @@ def test_a_run_is_brought_to_its_end_once(tmp_path: Path) -> None:
     again, _ = bring(store, run, allow_dirty=True)
     assert again.to_json() == first.to_json()
     assert standing(SUMS, tmp_path) == {("sgd", SEEDS[1]): load_result(tmp_path / f"{run.name}.json")}
+
+
+LOSSES = st.one_of(st.none(), st.floats(0.01, 10))
+"""Training losses at the end of a run; None where it diverged."""
+
+
+@given(st.dictionaries(st.tuples(st.sampled_from(["kron", "sgd"]), st.sampled_from(SEEDS)), LOSSES))
+def test_lower_is_lower_on_every_seed(losses: dict[tuple[str, int], float | None]) -> None:
+    """At most one of two methods is lower, none is without a common seed, and a run that diverged never is."""
+    found = {(m, s): ended(SUMS.run(m, s, 0.1), loss) for (m, s), loss in losses.items()}
+    one, other = (is_lower(found, *pair, "train_loss") for pair in (("kron", "sgd"), ("sgd", "kron")))
+    common = [s for s in SEEDS if {("kron", s), ("sgd", s)} <= losses.keys()]
+    assert not (one and other)
+    assert not one or (common and all(losses["kron", s] is not None for s in common))
+    assert not is_lower(found, "kron", "sgd", "train_loss", factor=2.0) or one
+
+
+@given(st.sets(st.sampled_from(SEEDS)), st.integers(-1, 1))
+def test_enough_is_every_seed_and_every_step(seeds: set[int], more: int) -> None:
+    """A seed or a step that is missing is too little, and steps beyond the author's are enough."""
+    steps = CATALOGUE["mnist_cnn"].steps + more
+    found = {("kron", s): ended(Run("mnist_cnn", "kron", s, steps), 0.1) for s in seeds}
+    assert has_enough(found, ["kron"]) == (len(seeds) == len(SEEDS) and more >= 0)
+    assert not has_enough(found, ["kron", "sgd"])
+
+
+@pytest.mark.parametrize(("steps", "losses"), [([], []), ([100], [0.5]), ([50, 100], [0.5, 0.4])])
+def test_latest_loss_takes_two_records(steps: list[int], losses: list[float]) -> None:
+    """The error says which records there are."""
+    result = ended(SUMS.run("sgd", 0, 0.1), 0.1)
+    result.curve.update(step=steps, train_loss=losses)
+    with pytest.raises(ExperimentError, match=r"has the records \["):
+        latest_loss(result)
+
+
+def test_rows_have_one_width() -> None:
+    """What isn't there, and what diverged, has its place in a table."""
+    lost = ended(SUMS.run("sgd", 0, 0.1), None, "diverged")
+    rows = [run_row("sgd", found) for found in ({}, {("sgd", 0): lost})]
+    assert [len(row) for row in rows] == [5, 5]
+    assert "inf" in rows[1]
+    assert trial_row(SUMS, "sgd", []) == ["sgd", "-", "-", "-"]
 
 
 def test_committed_trials_are_trials_of_a_comparison() -> None:
