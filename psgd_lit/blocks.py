@@ -4,7 +4,7 @@
 __all__ = ['Rule', 'Preconditioner', 'RULES', 'FLAT_RULES', 'MAX_DENSE', 'KronRule', 'ScanRule', 'rule_of', 'is_flat', 'Choice',
            'cover', 'checked_blocks', 'choose', 'leaves', 'state_dtype', 'describe_choices', 'names_of']
 
-# %% ../nbs/appendix/07_blocks.ipynb #bcbf0e61
+# %% ../nbs/appendix/07_blocks.ipynb #cfd3724a
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from .groups.protocol import Group
 from .groups.sparse_lu import SparseLU
 from .groups.triangular import Triangular
 
-# %% ../nbs/appendix/07_blocks.ipynb #4f37eb64
+# %% ../nbs/appendix/07_blocks.ipynb #79b5f8ef
 @dataclass(frozen=True)
 class KronRule:
     """The rule that gives a block a Kronecker product, one factor for each dimension.
@@ -289,7 +289,7 @@ def state_dtype(params: Iterable[Tensor]) -> torch.dtype:
     """Return the real dtype of the state that preconditions these parameters: theirs, but float32 at least."""
     return _widest(frozenset(p.dtype for p in params))
 
-# %% ../nbs/appendix/07_blocks.ipynb #7fa7b86f
+# %% ../nbs/appendix/07_blocks.ipynb #dd41afb5
 def describe_choices(choices: Sequence[Choice], names: Mapping[Tensor, str]) -> str:
     """Return a table of what each block gets: its parameters, shape, group, entries of Q, and bytes of all that is kept.
 

@@ -171,7 +171,7 @@ class KeptProduct:
             self._product = self.group.product(Q)
         return self._product
 
-# %% ../nbs/appendix/08_buckets.ipynb #7ae65f5d
+# %% ../nbs/appendix/08_buckets.ipynb #eb5e315d
 _WHOLE: Any = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
 
 
@@ -343,7 +343,7 @@ def parts_of(
     new = {p for p in group["params"] if p.requires_grad or state.get(p)} - set().union(*old)
     return [*old, new]
 
-# %% ../nbs/appendix/08_buckets.ipynb #98f8e904
+# %% ../nbs/appendix/08_buckets.ipynb #299626bb
 class Buckets:
     """The buckets of several param groups, which follow the set of active blocks and their dtypes and devices.
 

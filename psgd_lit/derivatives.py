@@ -5,7 +5,7 @@ __all__ = ['HVP', 'draw_probes', 'draw_by_parameter', 'active_parameters', 'chec
            'stored_derivatives', 'closure_derivatives', 'mean_over_ranks', 'warn_unless_averaged', 'used_derivatives',
            'amp_scale', 'without_autocast']
 
-# %% ../nbs/appendix/06_derivatives.ipynb #3e34e94c
+# %% ../nbs/appendix/06_derivatives.ipynb #e4d0152a
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -202,7 +202,7 @@ def stored_derivatives(
         drop_graphs(params)
     return Derivatives(None, [None if g is None else g.detach() for g in gradient], product)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #9f824968
+# %% ../nbs/appendix/06_derivatives.ipynb #78e08410
 def _difference(
     closure: Callable[[], Any], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> Derivatives:

@@ -166,7 +166,7 @@ def computed_inside(closure: Callable[[], Any], params: Sequence[Tensor]) -> Cal
 
     return checked
 
-# %% ../nbs/appendix/04_graphs.ipynb #92fc2bb9
+# %% ../nbs/appendix/04_graphs.ipynb #a05ac55a
 def _check_dtypes(dtypes: Iterable[torch.dtype]) -> None:
     """Raise a `ValueError` if half precision is among the dtypes of which a loss was made."""
     for dtype in dtypes:
@@ -177,13 +177,13 @@ def _check_dtypes(dtypes: Iterable[torch.dtype]) -> None:
                 "torch.autocast(device_type, enabled=False) around this part"
             )
 
-# %% ../nbs/appendix/04_graphs.ipynb #mend0006
+# %% ../nbs/appendix/04_graphs.ipynb #2f615940
 def check_precision(loss: Tensor) -> None:
     """Raise a `ValueError` if a part of the loss was computed in half precision."""
     ends = [] if loss.grad_fn is None else [loss.grad_fn]
     _check_dtypes({result.dtype for node in nodes(ends) for result in node._input_metadata})
 
-# %% ../nbs/appendix/04_graphs.ipynb #mend0008
+# %% ../nbs/appendix/04_graphs.ipynb #a914816c
 @contextmanager
 def precision_checked() -> Iterator[None]:
     """Raise a `ValueError` at the end if something inside was kept for its backward pass in half precision.

@@ -4,7 +4,7 @@
 __all__ = ['GRADIENT_ONLY', 'GRID', 'SHARE', 'COMPARISONS', 'price', 'Comparison', 'tuned', 'standing', 'end', 'is_lower',
            'has_enough', 'bring', 'run_tuned', 'add_tuned', 'trial_row', 'run_row', 'latest_loss']
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n2
+# %% ../../nbs/evidence/07_mnist.ipynb #3f7006e5
 import argparse
 import math
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from .methods import METHODS, step_size
 from .records import ExperimentError
 from .runner import CATALOGUE, Result, Run, Store, load_results, train
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n5
+# %% ../../nbs/evidence/07_mnist.ipynb #c3dba1d5
 GRADIENT_ONLY = ("sgd", "rmsprop", "adam")
 
 
@@ -30,7 +30,7 @@ def price(method: str) -> int:
         raise ExperimentError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
     return 1 if method in GRADIENT_ONLY else 3  # eq-budget
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n8
+# %% ../../nbs/evidence/07_mnist.ipynb #01c21a3e
 GRID = (0.25, 1.0, 4.0)
 SHARE = 4  # how many times longer a run is than a trial
 
@@ -66,7 +66,7 @@ class Comparison(NamedTuple):
         usual = step_size(self.problem, method).lr
         return [self.run(method, TUNING_SEED, factor * usual, SHARE) for factor in GRID]
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n11
+# %% ../../nbs/evidence/07_mnist.ipynb #929b2c40
 def tuned(trials: Iterable[Run], results: Iterable[Result]) -> float | None:
     """Return the step size of the trial with the lowest training loss, or None if a trial isn't over or all diverged.
 
@@ -84,14 +84,14 @@ def tuned(trials: Iterable[Run], results: Iterable[Result]) -> float | None:
     }
     return ends[min(ends)] if ends and len(found) == len(wanted) else None
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n14
+# %% ../../nbs/evidence/07_mnist.ipynb #6ea23ca9
 COMPARISONS = {
     "mnist": Comparison("mnist_cnn", batch=64, images=76_800),
     "mnist-1024": Comparison("mnist_cnn", batch=1024, images=76_800),
     "autoencoder": Comparison("cifar_autoencoder", batch=64, images=115_200),
 }
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n17
+# %% ../../nbs/evidence/07_mnist.ipynb #2fd6ab7b
 def standing(comparison: Comparison, folder: Path | str) -> dict[tuple[str, int], Result]:
     """Return the runs of a comparison that are over, by method and seed.
 
@@ -111,7 +111,7 @@ def standing(comparison: Comparison, folder: Path | str) -> dict[tuple[str, int]
         found |= {(method, run.seed): over[run] for run in runs if run in over}
     return found
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n20
+# %% ../../nbs/evidence/07_mnist.ipynb #365cc9ae
 def end(result: Result, value: str) -> float:
     """Return a number of a result, infinite where a run that diverged has none.
 
@@ -122,7 +122,7 @@ def end(result: Result, value: str) -> float:
     number: float | None = getattr(result, value)
     return math.inf if number is None else number
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n22
+# %% ../../nbs/evidence/07_mnist.ipynb #128d233b
 def is_lower(
     found: Mapping[tuple[str, int], Result],
     one: str,
@@ -143,7 +143,7 @@ def is_lower(
     pairs = [(end(found[one, s], value), end(found[other, s], value)) for s in seeds]
     return bool(pairs) and all(factor * low < high for low, high in pairs)
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n24
+# %% ../../nbs/evidence/07_mnist.ipynb #31369ed7
 def has_enough(found: Mapping[tuple[str, int], Result], methods: Iterable[str]) -> bool:
     """Whether each method has every seed, and the steps of the author's program, so that it can be judged.
 
@@ -158,7 +158,7 @@ def has_enough(found: Mapping[tuple[str, int], Result], methods: Iterable[str]) 
         for seed in SEEDS
     )
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n27
+# %% ../../nbs/evidence/07_mnist.ipynb #78e6607a
 def bring(store: Store, run: Run, allow_dirty: bool = False) -> tuple[Result, int]:
     """Train what is left of a run, and return its result and the number of the signal that stopped it, or 0.
 
@@ -175,13 +175,13 @@ def bring(store: Store, run: Run, allow_dirty: bool = False) -> tuple[Result, in
         return there, 0
     return train(store.restore(run), store, allow_dirty=allow_dirty)
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n29
+# %% ../../nbs/evidence/07_mnist.ipynb #4c3fa21b
 def _line(result: Result) -> str:
     """Return the name of a run, its state and its training loss, in a line."""
     loss = "no" if result.train_loss is None else f"{result.train_loss:.4g}"
     return f"{result.run.name}: {result.state}, {loss} training loss"
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n31
+# %% ../../nbs/evidence/07_mnist.ipynb #528570ac
 def run_tuned(store: Store, args: argparse.Namespace) -> int:
     """Tune a method for a comparison and run it; return 0, or 128 and the number of the signal that stopped it.
 
@@ -207,7 +207,7 @@ def run_tuned(store: Store, args: argparse.Namespace) -> int:
     print(_line(result), flush=True)
     return 128 + number if number else 0
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n33
+# %% ../../nbs/evidence/07_mnist.ipynb #2b88522a
 def add_tuned(commands: Any) -> None:
     """Add the comparisons to the subcommands of a parser."""
     one = commands.add_parser("tuned", help="tune a method for a comparison, and run it")
@@ -219,7 +219,7 @@ def add_tuned(commands: Any) -> None:
         "--allow-dirty", action="store_true", help="record code that is not committed"
     )
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n36
+# %% ../../nbs/evidence/07_mnist.ipynb #0d2b558b
 def trial_row(comparison: Comparison, method: str, results: Iterable[Result]) -> list[str]:
     """Return a method and the training loss of each of its trials as text, the chosen one with a star.
 
@@ -237,7 +237,7 @@ def trial_row(comparison: Comparison, method: str, results: Iterable[Result]) ->
         row.append("-" if loss is None else f"{loss:.3g}{star}")
     return row
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n41
+# %% ../../nbs/evidence/07_mnist.ipynb #40ac59d8
 def run_row(method: str, found: Mapping[tuple[str, int], Result]) -> list[str]:
     """Return a method, its steps, its seeds, and the means of its training loss and test error, as text.
 
@@ -251,7 +251,7 @@ def run_row(method: str, found: Mapping[tuple[str, int], Result]) -> list[str]:
     means = [sum(end(r, v) for r in mine) / len(mine) for v in ("train_loss", "test_error")]
     return [method, f"{mine[0].run.steps:,}", str(len(mine)), *(f"{x:.3g}" for x in means)]
 
-# %% ../../nbs/evidence/07_mnist.ipynb #n49
+# %% ../../nbs/evidence/07_mnist.ipynb #8a966c1a
 def latest_loss(result: Result) -> float:
     """Return the mean training loss of the steps since the record before the last; infinite if the run diverged.
 
