@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['normals', 'bundle', 'static_page', 'widget_of', 'Live', 'curve_of', 'recorded']
 
-# %% ../nbs/appendix/29_exhibit.ipynb #cc359bc1
+# %% ../nbs/appendix/29_exhibit.ipynb #a8e3d323
 import html
 import itertools
 import json
@@ -158,7 +158,7 @@ class Live:
         page = static_page(self.name, self.state, self.check)
         return {**view, "text/html": page, "text/plain": f"Live({self.name})"}, metadata
 
-# %% ../nbs/appendix/29_exhibit.ipynb #rec00001
+# %% ../nbs/appendix/29_exhibit.ipynb #09e2d1c4
 def curve_of(result: Any, points: int = 100) -> dict[str, Any]:
     """Return the thinned curve of a recorded run, as the exhibit "runs" draws it.
 
@@ -187,7 +187,7 @@ def curve_of(result: Any, points: int = 100) -> dict[str, Any]:
         "training loss": [curve["train_loss"][i] for i in kept],
     }
 
-# %% ../nbs/appendix/29_exhibit.ipynb #rec00004
+# %% ../nbs/appendix/29_exhibit.ipynb #cb8987b3
 def recorded(results: Iterable[Any], **settings: Any) -> Live:
     """Show the curves of recorded runs, to be chosen, smoothed and compared by steps, gradients or seconds.
 

@@ -282,7 +282,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     dtype = reduce(torch.promote_types, [x.dtype for x in real], torch.float32)
     return torch.stack([x.to(real[0].device, dtype) for x in ends]).isfinite().all()
 
-# %% ../nbs/optimizer/03_psgd.ipynb #d2b313d2
+# %% ../nbs/optimizer/03_psgd.ipynb #4e3f9b10
 def fits(
     active: Iterable[tuple[dict[str, Any], Bucket]],
     ready: Iterable[Any],
@@ -347,7 +347,7 @@ def tried(
         new.append(Move(move.params, None, steps))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #d90f5ce2
+# %% ../nbs/optimizer/03_psgd.ipynb #a8f898f8
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 

@@ -280,6 +280,16 @@ def test_recipes_walk_the_path_of_a_plain_loop(name, pieces, tmp_path, monkeypat
     close(follow(name, tmp_path, monkeypatch), plain_loop("exact", pieces=pieces))
 
 
+def test_recipe_logs_what_steps_have_done(tmp_path):
+    lightning = pytest.importorskip("lightning")
+    names = {"lightning": lightning}
+    exec(recipe("class Diagnostics"), names)
+    module = lightning_module("exact", manual=True)
+    fit(module, tmp_path, callbacks=[names["Diagnostics"](2)])
+    found = {name: float(x) for name, x in module.trainer.callback_metrics.items()}
+    assert found["psgd/step_norm"] > 0 and found["psgd/clip"] == 1 and found["psgd/age"] >= 0
+
+
 def test_recipe_for_transformers_trains(tmp_path, monkeypatch):
     pytest.importorskip("accelerate").state.GradientState._reset_state()
     net = follow("transformers", tmp_path, monkeypatch)

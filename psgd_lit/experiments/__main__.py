@@ -4,7 +4,7 @@
 __all__ = ['Row', 'planned', 'row_of', 'by_row', 'table', 'provenance', 'comparison', 'pace_of', 'progress', 'list_all', 'run_of',
            'run_one', 'compare', 'report', 'parser', 'main']
 
-# %% ../../nbs/appendix/19_plan.ipynb #c4525a1f
+# %% ../../nbs/appendix/19_plan.ipynb #93e25a49
 import argparse
 import statistics
 import sys
@@ -247,7 +247,7 @@ def report(store: Store, args: argparse.Namespace) -> int:
             print(f"python -m psgd_lit.experiments run {run.problem} {options}{extra} --resume")
     return 0
 
-# %% ../../nbs/appendix/19_plan.ipynb #ba72549e
+# %% ../../nbs/appendix/19_plan.ipynb #f6527938
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     main = argparse.ArgumentParser(

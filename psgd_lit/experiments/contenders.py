@@ -231,7 +231,7 @@ def contender_of(name: str) -> Contender:
         )
     return CONTENDERS[name]
 
-# %% ../../nbs/appendix/17_contenders.ipynb #e489b869
+# %% ../../nbs/appendix/17_contenders.ipynb #51dfbd98
 def closure_for(
     contender: Contender, problem: Problem, loss: Callable[[], Tensor]
 ) -> Callable[[], Tensor]:
@@ -247,7 +247,7 @@ def closure_for(
 
     return backward if contender.calls_backward else loss
 
-# %% ../../nbs/appendix/17_contenders.ipynb #mend0012
+# %% ../../nbs/appendix/17_contenders.ipynb #d0e3a4b5
 class Race:
     """A training that is timed, and whose gradients are counted.
 

@@ -29,10 +29,12 @@ def plus_product(y: Tensor, A: Tensor, x: Tensor, alpha: float = 1.0) -> Tensor:
         return torch.baddbmm(y.mT, x.mT, A.mT, alpha=alpha).mT
     return torch.baddbmm(y, A, x, alpha=alpha)
 
-# %% ../../nbs/learning/02_halves.ipynb #a7a8a705
+# %% ../../nbs/learning/02_halves.ipynb #b3aba4d1
 def add_product(y: Tensor, A: Tensor, x: Tensor) -> Tensor:
     """Add `A x` to y, a batch of matrices or a view of one, in place; no argument may require a gradient."""
-    return y.baddbmm_(A, x)
+    if torch.compiler.is_compiling():  # a graph has no place for `out`
+        return y.baddbmm_(A, x)
+    return torch.baddbmm(y, A, x, out=y)
 
 # %% ../../nbs/learning/02_halves.ipynb #6cf8d833
 _WHOLE = 96  # a triangle with fewer rows is multiplied as a whole
