@@ -5,7 +5,7 @@ __all__ = ['SETTINGS', 'LR', 'PAPER', 'is_period', 'plain', 'check_number', 'che
            'check_process_group', 'choices_of', 'saved_form', 'saving', 'entries_of', 'check_entries', 'compatible',
            'nested_entries', 'loadable', 'restoring']
 
-# %% ../nbs/appendix/09_settings.ipynb #fef117de
+# %% ../nbs/appendix/09_settings.ipynb #2e303574
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
         return value
     return operator.index(value) if isinstance(value, Integral) else float(value)
 
-# %% ../nbs/appendix/09_settings.ipynb #59a9ad79
+# %% ../nbs/appendix/09_settings.ipynb #17e2ecb2
 _SHARED = ("hvp", "update_every", "max_norm", "monotone", "maximize", "seed")
 _BY_RULE = ("init_scale", "max_norm")  # "auto" leaves these to a rule
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -100,7 +100,7 @@ def check_number(name: str, value: Any, read: bool) -> None:
     if (number or read) and not valid(value):
         raise ValueError(f"{name} must be {text}, not {value!r}")
 
-# %% ../nbs/appendix/09_settings.ipynb #57a664e9
+# %% ../nbs/appendix/09_settings.ipynb #61e3cbeb
 def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool = True) -> None:
     """Check the settings of a param group.
 

@@ -287,7 +287,9 @@ def test_recipe_logs_what_steps_have_done(tmp_path):
     module = lightning_module("exact", manual=True)
     fit(module, tmp_path, callbacks=[names["Diagnostics"](2)])
     found = {name: float(x) for name, x in module.trainer.callback_metrics.items()}
-    assert found["psgd/step_norm"] > 0 and found["psgd/clip"] == 1 and found["psgd/age"] >= 0
+    assert found["psgd/step_norm"] > 0
+    assert found["psgd/clip"] == 1
+    assert found["psgd/age"] >= 0
 
 
 def test_recipe_for_transformers_trains(tmp_path, monkeypatch):

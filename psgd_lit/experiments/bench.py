@@ -4,7 +4,7 @@
 __all__ = ['GROWTH', 'MODELS', 'NEVER', 'METHODS', 'Matrices', 'make_model', 'make_step', 'operations_of', 'time_parts',
            'bench_model', 'run_bench', 'add_bench']
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000002
+# %% ../../nbs/optimizer/09_bench.ipynb #e9b6a3d6
 import argparse
 import contextlib
 import io
@@ -28,7 +28,7 @@ from .runner import Store
 from .sequences import PROBLEMS
 from .timing import Case, machine, parts_of, summary, time_in_turn
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000005
+# %% ../../nbs/optimizer/09_bench.ipynb #f94158a2
 class Matrices(nn.Module):
     """Matrices as the parameters of a model.
 
@@ -40,12 +40,12 @@ class Matrices(nn.Module):
         super().__init__()
         self.matrices = nn.ParameterList(matrices)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000007
+# %% ../../nbs/optimizer/09_bench.ipynb #de02d260
 def _repeated(model: nn.Module, loss: Callable[..., Tensor], *data: Tensor) -> Problem:
     """Return a problem whose batch is always the same."""
     return Problem(model, loss, lambda: data, data, lambda: loss(*data))
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000009
+# %% ../../nbs/optimizer/09_bench.ipynb #d9a3591f
 def _squared(model: nn.Module, x: Tensor, source: torch.Generator) -> Problem:
     """Return the problem of giving zeros, from a start that the generator draws."""
     with torch.no_grad():
@@ -56,7 +56,7 @@ def _squared(model: nn.Module, x: Tensor, source: torch.Generator) -> Problem:
                 p.zero_()
     return _repeated(model, lambda x: model(x).square().mean(), x)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000011
+# %% ../../nbs/optimizer/09_bench.ipynb #8d9db5ad
 def _autoencoder(source: torch.Generator) -> Problem:
     """Return that of Experiment 5, on 128 images of noise."""
     model, network = Matrices(Autoencoder().init(source)), Autoencoder()
@@ -65,7 +65,7 @@ def _autoencoder(source: torch.Generator) -> Problem:
         model, lambda x: (network(list(model.matrices), x) - x).square().mean(), images
     )
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000013
+# %% ../../nbs/optimizer/09_bench.ipynb #523ac3d4
 def _convolutional(source: torch.Generator) -> Problem:
     """Return that of Experiment 3, on 64 images of noise."""
     model, network = Matrices(DigitNetwork().init(source)), DigitNetwork()
@@ -73,14 +73,14 @@ def _convolutional(source: torch.Generator) -> Problem:
     loss = nn.functional.cross_entropy
     return _repeated(model, lambda x: loss(network(list(model.matrices), x), y), x)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000015
+# %% ../../nbs/optimizer/09_bench.ipynb #04713e3b
 def _recurrent(source: torch.Generator) -> Problem:
     """Return the peephole LSTM on delayed exclusive or, at sequences of 50."""
     problem = replace(PROBLEMS["xor_lstm"], length=50)
     model, data = Matrices(problem.init(source)), problem.sample(problem.batch, source)
     return _repeated(model, lambda *_: problem.loss(list(model.matrices), data))
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000017
+# %% ../../nbs/optimizer/09_bench.ipynb #4bc31fd4
 def _perceptron(
     source: torch.Generator, depth: int = 16, width: int = 256, batch: int = 64
 ) -> Problem:
@@ -88,26 +88,26 @@ def _perceptron(
     layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.Tanh())]
     return _squared(nn.Sequential(*layers), torch.randn(batch, width, generator=source), source)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000019
+# %% ../../nbs/optimizer/09_bench.ipynb #4c320ecf
 def _transformer(source: torch.Generator) -> Problem:
     """Return four layers of width 128, on eight sequences of 64."""
     layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     return _squared(model, torch.randn(8, 64, 128, generator=source), source)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000021
+# %% ../../nbs/optimizer/09_bench.ipynb #e33892ea
 def _embedding(source: torch.Generator) -> Problem:
     """Return 50,257 words of width 768, of which a batch sees 512."""
     words = torch.randint(50257, (512,), generator=source)
     return _squared(nn.Embedding(50257, 768), words, source)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000023
+# %% ../../nbs/optimizer/09_bench.ipynb #0e53a227
 def _grown(what: str, size: int) -> Callable[[torch.Generator], Problem]:
     """Return what makes a perceptron of another depth, width or batch."""
     other: dict[str, Any] = {what: size}
     return partial(_perceptron, **other)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000025
+# %% ../../nbs/optimizer/09_bench.ipynb #1422a0fe
 GROWTH = {"depth": (4, 64), "width": (64, 1024), "batch": (16, 1024)}
 MODELS: dict[str, Callable[[torch.Generator], Problem]] = {
     "autoencoder": _autoencoder,
@@ -120,7 +120,7 @@ MODELS: dict[str, Callable[[torch.Generator], Problem]] = {
     f"perceptron, {name} {n}": _grown(name, n) for name, sizes in GROWTH.items() for n in sizes
 }
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000027
+# %% ../../nbs/optimizer/09_bench.ipynb #84e50c3f
 def make_model(name: str) -> Problem:
     """Return a model, fresh at its random start, with its batch.
 
@@ -131,26 +131,26 @@ def make_model(name: str) -> Problem:
         raise ExperimentError(f"unknown model {name!r}; there are {', '.join(MODELS)}")
     return MODELS[name](torch.Generator().manual_seed(0))
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000030
+# %% ../../nbs/optimizer/09_bench.ipynb #a21dd4a3
 def _ours(hvp: str = "exact", form: str = "kron", k: int | str = 1) -> Contender:
     """Return PSGD with a fit at every k-th step."""
     settings = {"hvp": hvp, "preconditioner": form, "update_every": k}
     return replace(CONTENDERS["exact"], settings=settings)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000032
+# %% ../../nbs/optimizer/09_bench.ipynb #ca914074
 def _theirs(kind: str) -> Contender:
     """Return the PSGD of psgd-torch, with the factors that ours has."""
     factors = {"preconditioner_max_size": 1024, "preconditioner_max_skew": math.inf}
     settings = {"preconditioner_type": kind, **factors}
     return replace(CONTENDERS["psgd-torch"], settings=settings)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000034
+# %% ../../nbs/optimizer/09_bench.ipynb #a98aa512
 def _heavyball(problem: Problem, seed: int, **settings: Any) -> Any:
     """Return the PSGD of HeavyBall."""
     made = package("heavyball", "heavyball").PSGDKron
     return made(problem.model.parameters(), **settings)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000036
+# %% ../../nbs/optimizer/09_bench.ipynb #40a741da
 def _kron_torch(problem: Problem, seed: int, **settings: Any) -> Any:
     """Return the PSGD of kron-torch."""
     made = package("kron_torch", "kron-torch").Kron
@@ -162,7 +162,7 @@ def _kron_torch(problem: Problem, seed: int, **settings: Any) -> Any:
         optimizer.step()
     return optimizer
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000037
+# %% ../../nbs/optimizer/09_bench.ipynb #ed8e0b76
 NEVER = 10**9  # a period that no run ends
 METHODS: dict[str, Contender] = {
     "sgd": replace(CONTENDERS["sgd"], settings={}),
@@ -183,7 +183,7 @@ METHODS: dict[str, Contender] = {
     "kron-torch": Contender(_kron_torch, {"preconditioner_update_probability": 1.0}),
 }
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000039
+# %% ../../nbs/optimizer/09_bench.ipynb #5bb7304f
 def make_step(model: str, method: str) -> Callable[[], Any]:
     """Return a step of a method on a fresh model, at step size zero, so that all steps do the same work.
 
@@ -205,7 +205,7 @@ def make_step(model: str, method: str) -> Callable[[], Any]:
 
     return step
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000042
+# %% ../../nbs/optimizer/09_bench.ipynb #3a82a204
 def operations_of(step: Callable[[], Any]) -> int | None:
     """Return how many operations of torch a step takes once it has begun; None where torch can't be watched."""
     for _ in range(2):  # at the first step Q begins
@@ -217,7 +217,7 @@ def operations_of(step: Callable[[], Any]) -> int | None:
         return None
     return int(tally.operations)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000045
+# %% ../../nbs/optimizer/09_bench.ipynb #b6d98513
 def time_parts(model: str, rounds: int) -> dict[str, Any]:
     """Return the times of the parts of a step of PSGD, as ratios to a gradient.
 
@@ -234,7 +234,7 @@ def time_parts(model: str, rounds: int) -> dict[str, Any]:
     with sdpa_kernel(SDPBackend.MATH):
         return summary(time_in_turn(parts_of(case, optimizer), rounds), "gradient")
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000047
+# %% ../../nbs/optimizer/09_bench.ipynb #3bccd267
 def bench_model(
     model: str, methods: Iterable[str], rounds: int, splits: bool = True
 ) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def bench_model(
     found: dict[str, Any] = {"rounds": rounds, "steps": rows, "left out": left_out}
     return found | ({"parts": time_parts(model, rounds)} if splits else {})
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000050
+# %% ../../nbs/optimizer/09_bench.ipynb #a6056034
 def run_bench(store: Store, args: argparse.Namespace) -> int:
     """Time steps, and write `bench.json` after each model; return 0.
 
@@ -281,7 +281,7 @@ def run_bench(store: Store, args: argparse.Namespace) -> int:
         print(f"{model}: {len(found['models'][model]['steps'])} methods", flush=True)
     return 0
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b0000052
+# %% ../../nbs/optimizer/09_bench.ipynb #2750d374
 def add_bench(commands: Any) -> None:
     """Add the bench to the subcommands of a parser."""
     one = commands.add_parser("bench", help="time a step of every method")

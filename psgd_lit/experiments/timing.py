@@ -127,7 +127,7 @@ def make_steps(name: str, batch: int = 0) -> dict[str, Callable[[], Any]]:
 
     return {variant: bind(*made) for variant, made in VARIANTS.items() if takes(made[0])}
 
-# %% ../../nbs/evidence/09_wall_time.ipynb #625537a3
+# %% ../../nbs/evidence/09_wall_time.ipynb #5f3f8f68
 def parts_of(case: Case, optimizer: Any) -> dict[str, Callable[[], Any]]:
     """Return the parts of a step of PSGD, by name: gradient, product, fit and precondition.
 
@@ -152,7 +152,7 @@ def parts_of(case: Case, optimizer: Any) -> dict[str, Callable[[], Any]]:
         ),
     }
 
-# %% ../../nbs/evidence/09_wall_time.ipynb #mend0010
+# %% ../../nbs/evidence/09_wall_time.ipynb #db84507d
 def make_parts(name: str, method: str, batch: int = 0) -> dict[str, Callable[[], Any]]:
     """Return the parts of a step of a form of PSGD on a case, as `parts_of` does."""
     case = make_case(name, batch)
