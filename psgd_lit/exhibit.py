@@ -177,7 +177,7 @@ def curve_of(result: Any, points: int = 100) -> dict[str, Any]:
     )
     fits = [0.0, *itertools.accumulate(1 / period for period in periods)]
     return {
-        "problem": f"{run.problem}, T = {run.length}",
+        "problem": f"{run.problem}, T = {run.length}" if run.length else run.problem,
         "method": run.variant,
         "seed": run.seed,
         "ms": result.ms_per_step["median"],

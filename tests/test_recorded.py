@@ -54,8 +54,9 @@ def files() -> dict[tuple[str, str, int], Any]:
         file = json.loads(path.read_text(encoding="utf-8"))
         name, _, seed = path.stem.rpartition("-s")
         if file["state"] != "running":
-            method = name.removeprefix(f"{file['run']['problem']}-T{file['run'].get('length')}-")
-            found[f"{file['run']['problem']}, T = {file['run'].get('length')}", method, int(seed)] = file
+            problem, length = file["run"]["problem"], file["run"].get("length")
+            method = name.removeprefix(f"{problem}-").removeprefix(f"T{length}-")
+            found[f"{problem}, T = {length}" if length else problem, method, int(seed)] = file
     return found
 
 

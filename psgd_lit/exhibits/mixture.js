@@ -69,7 +69,7 @@ export function render({ model, el }) {
   legend($(".lv-legend"), LINES);
   const sliders = $(".lv-sliders"),
     parts = [
-      choice($(".lv-top"), model, { legend: "divide a slope by", key: "rule", options: { pair: "its own size", running: "the largest in memory" } }),
+      choice($(".lv-top"), model, { legend: "divide a gradient by", key: "rule", options: { pair: "its own size", running: "the largest in memory" } }),
       slider(sliders, model, {
         name: "share of 1",
         key: "share",
@@ -122,7 +122,7 @@ export function render({ model, el }) {
     const push = name => ({ ...style(name), points: grid.map(z => [z, pushes(state(), 10 ** z)[name]]) });
     const now = { colour: ink("psgd"), dots: 3.5, points: found.map(run => [Math.log10(run[t]), 0]) };
     chart($(".lv-push"), ink, {
-      title: "mean push down on P: by signs, by slopes",
+      title: "mean push down on P: by signs, by gradients",
       x: [-0.5, 2.5],
       y: [-1.15, 1.15],
       ticks: [0, 1, 2.5],
@@ -137,7 +137,7 @@ export function render({ model, el }) {
     $(".lv-runs").setAttribute("aria-label", `P of twelve runs against the pairs. ${text}`);
     $(".lv-push").setAttribute(
       "aria-label",
-      `The mean push on P against P, by signs a staircase and by slopes a smooth curve; each is zero where its rule rests. ${text}`,
+      `The mean push on P against P, by signs a staircase and by gradients a smooth curve; each is zero where its rule rests. ${text}`,
     );
   }
   agree($(".lv-agrees"), check(get("check")));
