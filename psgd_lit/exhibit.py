@@ -158,7 +158,7 @@ class Live:
         page = static_page(self.name, self.state, self.check)
         return {**view, "text/html": page, "text/plain": f"Live({self.name})"}, metadata
 
-# %% ../nbs/appendix/29_exhibit.ipynb #09e2d1c4
+# %% ../nbs/appendix/29_exhibit.ipynb #6b8d6fa0
 def curve_of(result: Any, points: int = 100) -> dict[str, Any]:
     """Return the thinned curve of a recorded run, as the exhibit "runs" draws it.
 
