@@ -95,9 +95,14 @@ def findings(browser: Any, path: Path) -> Iterator[str]:
 
 
 def book() -> list[Path]:
-    """All pages of the built book but the one that only leads to the first, and the one that repeats them all."""
-    own = (page.relative_to(HTML) for page in HTML.rglob("*.html"))
-    return sorted(page for page in own if page.parts[0] != "_static" and str(page) not in ("index.html", "book.html"))
+    """All pages of the built book but the one that only leads to the first, and the one that repeats them all.
+
+    Of the listings of modules, which one template makes, there are three.
+    """
+    own = sorted(page.relative_to(HTML) for page in HTML.rglob("*.html"))
+    listings = [page for page in own if page.parts[0] == "_modules"]
+    left_out = {Path("index.html"), Path("book.html"), *listings[3:]}
+    return [page for page in own if page.parts[0] != "_static" and page not in left_out]
 
 
 QUICK = {Path("nbs/index.html"), Path("nbs/appendix/01_notation.html"), Path("search.html")}
