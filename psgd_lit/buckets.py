@@ -204,7 +204,7 @@ class Bucket(Columns):
         self.state: dict[str, Any] = {
             name: map_leaves(batch, *(state[name] for state in states)) for name in states[0]
         }
-        self.may_sleep = scale == "auto" or bool(stored)
+        self.may_sleep = scale == "auto" or any(past is not None for past in stored)
         self._kept = KeptProduct(self.group)
         self._learn = learn
 
