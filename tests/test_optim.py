@@ -263,7 +263,7 @@ def test_probes_are_drawn_for_what_is_trained(monkeypatch):
 def test_dense_counts_what_is_trained():
     large = torch.zeros(30_000)
     table = PSGD([large, *thawable(True)[0][::2]], lr=0.1, preconditioner="dense").describe()
-    assert table.splitlines()[1].split()[-2:] == [str(18 * 19 // 2), str(18 * 18 * 8)]
+    assert table.splitlines()[1].split()[-2:] == [str(18 * 19 // 2), str((18 * 18 + 18 + 2) * 8)]
     with pytest.raises(ValueError, match="30000 parameters"):
         PSGD([large.requires_grad_()], lr=0.1, preconditioner="dense")
 
