@@ -171,7 +171,7 @@ class KeptProduct:
             self._product = self.group.product(Q)
         return self._product
 
-# %% ../nbs/appendix/08_buckets.ipynb #eb5e315d
+# %% ../nbs/appendix/08_buckets.ipynb #a24ed88f
 _WHOLE: Any = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
 
 
