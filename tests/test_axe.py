@@ -33,7 +33,8 @@ THIN = """() => {
     return seen.has(key) || !seen.add(key);
   };
   const words = [...document.querySelectorAll(".highlight pre span, .sig span, .indextable a")];
-  words.filter(e => !e.children.length && twice(e)).forEach(e => e.remove());
+  const whole = e => e.matches("a") || !e.closest("a");  // a link keeps its words
+  words.filter(e => !e.children.length && whole(e) && twice(e)).forEach(e => e.remove());
   [...document.querySelectorAll("mjx-container")].slice(1).forEach(e => e.replaceChildren());
 }"""
 """Open all folds; leave a word of code, of signatures and of the index for each look, and the first formula."""
