@@ -117,6 +117,12 @@ def drop_borrowed(app: Any, what: str, name: str, obj: Any, options: Any, lines:
         lines.clear()
 
 
+def name_entries(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Call the entries of a list of references items, for the role that docutils gives them is deprecated."""
+    if "body" in context:
+        context["body"] = context["body"].replace('role="doc-biblioentry"', 'role="listitem"')
+
+
 def setup(app: Any) -> dict[str, int | bool]:
     """Sphinx asks every extension for this; most of the work is done in `read_nb`.
 
@@ -126,5 +132,6 @@ def setup(app: Any) -> dict[str, int | bool]:
 
     app.add_node(HideCodeCellNode, override=True, html=(open_fold, close_fold))
     app.connect("autodoc-process-docstring", drop_borrowed, priority=100)
+    app.connect("html-page-context", name_entries)
     sources = b"".join(Path(path).read_bytes() for path in (__file__, folding.__file__))
     return {"env_version": crc32(sources), "parallel_read_safe": True, "parallel_write_safe": True}
