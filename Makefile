@@ -17,7 +17,7 @@ PARALLEL := -n 2 --dist loadfile
 NOTEBOOKS := $(shell find nbs -name '*.ipynb' -not -path '*/.*')
 BOOK_SOURCES := $(NOTEBOOKS) _toc.yml _config.yml $(wildcard nbs/*.bib nbs/*.toml nbs/_ext/*.py nbs/_static/* nbs/_templates/*)
 
-.PHONY: help book test lab serve run export lint check bench gpu clean
+.PHONY: help book test lab serve run export lint notebooks check bench gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target text; do printf '  make %-7s %s\n' "$$target" "$$text"; done
@@ -38,7 +38,7 @@ book: _build/html/.done ## build the book, with warnings as errors, and book.htm
 	@echo "The book is ready: open file://$(CURDIR)/_build/html/index.html"
 
 test: _build/html/.done ## run the tests but the slow ones, and under nbval each notebook that has changed
-	$(BIN)/pytest $(NBVAL) --changed $(PARALLEL) -m "not elsewhere and not slow" tests nbs
+	$(BIN)/pytest $(NBVAL) --changed $(PARALLEL) --hypothesis-profile=few -m "not elsewhere and not slow" tests nbs
 
 lab: .venv/.done export ## open the notebooks in JupyterLab, with the exhibits live
 	$(BIN)/jupyter lab nbs
@@ -59,9 +59,12 @@ lint: .venv/.done ## check style and types
 	$(BIN)/ruff format --check --line-length 96 $(NOTEBOOKS)
 	$(BIN)/mypy
 
-check: lint book ## exactly what CI runs: style, types, the book, all tests, every notebook under nbval as on another machine, and again here unless it stands as it was run
-	$(BIN)/pytest -n 2 --dist load tests
+notebooks: .venv/.done ## run every notebook under strict nbval, as on another machine
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/pytest $(NBVAL) $(PARALLEL) nbs
+
+check: .venv/.done ## exactly what CI runs: style, types, the book, all notebooks as on another machine, all tests, and again here each notebook that doesn't stand as it was run
+	$(MAKE) --jobs=3 lint book notebooks
+	$(BIN)/pytest -n 2 --dist load tests
 
 bench: .venv/.done export ## time a step of every method on every model, in half an hour
 	$(BIN)/python -m psgd_lit.experiments bench

@@ -95,7 +95,7 @@ def places(blocks: Sequence[Block]) -> list[Place] | None:
             found.append((tuple(part.shape), part.stride(), int(part.storage_offset())))
     return found
 
-# %% ../nbs/appendix/08_buckets.ipynb #d0fc1c98
+# %% ../nbs/appendix/08_buckets.ipynb #35f5d865
 class Columns:
     """Blocks of one shape, dtype and device as a batch of columns.
 
@@ -117,7 +117,7 @@ class Columns:
     def gather(self, values: Mapping[Tensor, Tensor]) -> Tensor:
         """Return the blocks of one tensor a parameter as columns, `(members, n, 1)`; a missing one counts as zero."""
         if self.places is None:
-            arrays = [block.join(values, self.dtype).flatten(1) for block in self.blocks]
+            arrays = [self._rows(block.join(values, self.dtype)) for block in self.blocks]
             return (arrays[0] if len(arrays) == 1 else torch.cat(arrays)).unsqueeze(-1)
         given = [p for p in self.params if p in values]
         make = torch.empty if len(given) == len(self.params) else torch.zeros
@@ -127,6 +127,11 @@ class Columns:
             views = self.scatter(x)
             torch._foreach_copy_([views[p] for p in given], [as_real(values[p]) for p in given])
         return x
+
+    @staticmethod
+    def _rows(array: Tensor) -> Tensor:
+        """Return `array.flatten(1)`; torch copies a transposed matrix fast if it has two dimensions."""
+        return array.squeeze().contiguous().reshape(len(array), -1)
 
     def scatter(self, x: Tensor) -> dict[Tensor, Tensor]:
         """Return what `gather` took apart: one tensor a parameter, in its shape; complex ones as real numbers."""
@@ -171,7 +176,7 @@ class KeptProduct:
             self._product = self.group.product(Q)
         return self._product
 
-# %% ../nbs/appendix/08_buckets.ipynb #a24ed88f
+# %% ../nbs/appendix/08_buckets.ipynb #b2482bbb
 _WHOLE: Any = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
 
 
@@ -254,7 +259,7 @@ class Bucket(Columns):
             probe: v by parameter; a block without any stays as it is.
             product: h by parameter.
             lr: normalised step size.
-            normalizer: what slopes are divided by, "pair" or "running".
+            normalizer: what half gradients are divided by, "pair" or "running".
             trusted: a boolean number; if it is false, all stays as it is.
             Q: what to start from in place of the state's Q.
         """

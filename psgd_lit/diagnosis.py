@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Integral
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
@@ -434,8 +435,8 @@ class _Visit:
                 self.left_out.append(f"times of {name}: no time for three rounds")
         return found
 
-# %% ../nbs/appendix/11_doctor.ipynb #e04253f1
-def _checked(model: Any, loss: Any, seconds: float) -> dict[Tensor, str]:
+# %% ../nbs/appendix/11_doctor.ipynb #3b7b46c6
+def _checked(model: Any, loss: Any, seconds: float, **counts: Any) -> dict[Tensor, str]:
     """Return the names of the trainable parameters, or raise an error that says what is wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -446,6 +447,9 @@ def _checked(model: Any, loss: Any, seconds: float) -> dict[Tensor, str]:
         )
     if not seconds > 0:
         raise ValueError(f"seconds must be positive, not {seconds!r}")
+    for name, count in counts.items():
+        if not (isinstance(count, Integral) and int(count) >= 0):
+            raise ValueError(f"{name} must be an integer from 0, not {count!r}")
     names: dict[Tensor, str] = {
         p: name for name, p in model.named_parameters() if p.requires_grad and p.numel()
     }
@@ -456,7 +460,7 @@ def _checked(model: Any, loss: Any, seconds: float) -> dict[Tensor, str]:
     check_parameters(names)
     return names
 
-# %% ../nbs/appendix/11_doctor.ipynb #a29d7574
+# %% ../nbs/appendix/11_doctor.ipynb #361663c8
 def doctor(
     model: nn.Module,
     loss: Callable[[], Tensor],
@@ -472,15 +476,15 @@ def doctor(
         loss: computes the loss of the model on some data and returns it, without calling `backward`, as for
             `PSGD.step`. It is called some hundred times.
         seconds: how long to go on; a call that runs then is waited for. What was left out is in the report.
-        fits: how many pairs each P is fitted to, at parameters that don't move.
+        fits: how many pairs each P is fitted to, at parameters that don't move; with 0 none is judged.
         rounds: how often each step is timed; 0 times none.
 
     Returns:
         The report, whose `str` is its tables.
 
     Raises:
-        TypeError, ValueError: if `model` is no module or trains nothing, if `seconds` is not positive, or if the loss
-            can't be differentiated once; also whatever the closure itself raises.
+        TypeError, ValueError: if `model` is no module or trains nothing, if `seconds` is not positive, `fits` or `rounds`
+            no integer from 0, or if the loss can't be differentiated once; also whatever the closure itself raises.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -488,7 +492,7 @@ def doctor(
         >>> [trial.hvp for trial in report.trials if not trial.reason]
         ['exact', 'forward', 'approx', 'whiten']
     """
-    names = _checked(model, loss, seconds)
+    names = _checked(model, loss, seconds, fits=fits, rounds=rounds)
     begin = perf_counter()
     with unchanged(model), torch.enable_grad():
         condition = examine(loss, names)
@@ -508,7 +512,7 @@ def doctor(
             visit.left_out.append("P H: no kind of Hessian-vector product works")
         elif not 0 < scales[working[0]] < math.inf:
             visit.left_out.append("P H: a random probe has met no curvature")
-        else:
+        elif fits:
             count, qualities = visit.qualities(settings, working[0], scales[working[0]], fits)
             report = replace(report, fits=(count, working[0]), qualities=tuple(qualities))
         costs = visit.costs(settings, working, rounds) if rounds else []

@@ -57,7 +57,7 @@ def damp(
     added = probe if kind == "traditional" else noise
     return torch._foreach_add(list(product), list(added), alpha=damping)
 
-# %% ../nbs/criterion/03_regularisation.ipynb #b00a3b66
+# %% ../nbs/criterion/03_regularisation.ipynb #d255faf7
 def clip_factor(tensors: Sequence[Tensor], max_norm: float | Tensor) -> Tensor:
     """Return `min(1, max_norm / norm)` for the norm of all tensors together.
 
@@ -80,11 +80,11 @@ def clip_factor(tensors: Sequence[Tensor], max_norm: float | Tensor) -> Tensor:
     """
     if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm!r}")
-    dtype = reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
+    dtype = reduce(torch.promote_types, {x.dtype for x in tensors}, torch.float32)
     norms = torch._foreach_norm(list(tensors), dtype=dtype)
     norm = torch.linalg.vector_norm(torch.stack([x.to(tensors[0].device) for x in norms]))
     factor: Tensor = (max_norm / norm).clamp(max=1.0)  # eq-clipping
-    return factor.where(norm.isfinite(), 0.0)
+    return factor.where(norm < math.inf, 0.0)
 
 # %% ../nbs/criterion/03_regularisation.ipynb #cc370bcb
 def threshold(max_norm: float | str, hvp: str, params: Sequence[Tensor]) -> float | Tensor:

@@ -5,7 +5,7 @@ __all__ = ['SETTINGS', 'LR', 'PAPER', 'is_period', 'plain', 'check_number', 'che
            'check_process_group', 'choices_of', 'saved_form', 'saving', 'entries_of', 'check_entries', 'compatible',
            'nested_entries', 'loadable', 'restoring']
 
-# %% ../nbs/appendix/09_settings.ipynb #2e303574
+# %% ../nbs/appendix/09_settings.ipynb #8ef38c9e
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ from torch import Tensor
 from .affine import as_real
 from .blocks import Choice, choose, is_flat, names_of
 from .buckets import copied, named_leaves, nested_leaves, parts_of, started
-from .derivatives import HVP
+from .derivatives import HVP, PROBES
 from .groups.fit import NORMALIZERS
 from .regularization import DAMPING_KINDS
 
@@ -37,8 +37,8 @@ def plain(value: Any) -> Any:
         return value
     return operator.index(value) if isinstance(value, Integral) else float(value)
 
-# %% ../nbs/appendix/09_settings.ipynb #17e2ecb2
-_SHARED = ("hvp", "update_every", "max_norm", "monotone", "maximize", "seed")
+# %% ../nbs/appendix/09_settings.ipynb #e4d54073
+_SHARED = ("hvp", "update_every", "max_norm", "monotone", "maximize", "seed", "probes")
 _BY_RULE = ("init_scale", "max_norm")  # "auto" leaves these to a rule
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda value: 0 <= value < math.inf, "at least 0 and finite"),
@@ -57,6 +57,7 @@ _NAMES = {
     "hvp": HVP,
     "normalizer": NORMALIZERS,
     "damping_kind": DAMPING_KINDS,
+    "probes": PROBES,
     "maximize": (False, True),
     "monotone": (False, True),
     "compile": (False, True),
@@ -100,14 +101,14 @@ def check_number(name: str, value: Any, read: bool) -> None:
     if (number or read) and not valid(value):
         raise ValueError(f"{name} must be {text}, not {value!r}")
 
-# %% ../nbs/appendix/09_settings.ipynb #61e3cbeb
+# %% ../nbs/appendix/09_settings.ipynb #51118576
 def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool = True) -> None:
     """Check the settings of a param group.
 
     Args:
         settings: the settings by name.
-        shared: the settings of the first group, whose `hvp`, `update_every`, `max_norm`, `monotone`, `maximize` and
-            `seed` hold for all.
+        shared: the settings of the first group, whose `hvp`, `update_every`, `max_norm`, `monotone`, `maximize`,
+            `seed` and `probes` hold for all.
         read: whether a number in a tensor is read, for which the host waits.
 
     Raises:

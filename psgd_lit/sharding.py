@@ -421,7 +421,7 @@ class Sharing(NamedTuple):
         shape = {p: p.shape if whole else here(p).shape for p in cuts}
         return {p: normal(p, place[p], cut, seed, t).view(shape[p]) for p, cut in cuts.items()}
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #4af037b9
+# %% ../nbs/optimizer/08_several_machines.ipynb #6b653ab4
 def check_shareable(groups: Iterable[Mapping[str, Any]]) -> None:
     """Check the settings that ranks cannot share, or that sharded parameters lack.
 
@@ -440,6 +440,10 @@ def check_shareable(groups: Iterable[Mapping[str, Any]]) -> None:
             )
         if any(p.is_complex() for p in group["params"]):
             raise ValueError("complex parameters are not shared: use PSGD with process_group")
+        if group["probes"] != "normal":
+            raise ValueError(
+                f'probes="{group["probes"]}" are not shared: choose "normal", or PSGD with process_group'
+            )
         if group["hvp"] not in ("whiten", "approx") and any(map(is_sharded, group["params"])):
             raise ValueError(
                 f'hvp="{group["hvp"]}" differentiates the loss by the parameters, which fully_shard hides from it: choose '

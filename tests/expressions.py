@@ -75,11 +75,10 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
 def learned(
     group: Group, shape: Any, batch: tuple[int, ...] = (), seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> State:
-    """A state away from the identity: where twenty bold steps on random pairs lead."""
+    """A state away from the identity: where seven bold steps on random pairs lead."""
     Q = group.init(shape, batch, dtype=dtype)
-    for t in range(20):
-        v, h = normal(2, *batch, group.size(Q), 1, seed=seed + t, dtype=dtype)
-        Q = group.update(Q, v, h, lr=0.1)
+    for v, h in normal(7, 2, *batch, group.size(Q), 1, seed=seed, dtype=dtype):
+        Q = group.update(Q, v, h, lr=0.3)
     return Q
 
 
@@ -97,7 +96,7 @@ def diagonals(group: Group, Q: State) -> list[Tensor]:
 
 
 def moves(group: Group, E: State) -> list[State]:
-    """The slopes that share a maximum: one for each elementary part, two for sparse LU."""
+    """The half gradients that share a maximum: one for each elementary part, two for sparse LU."""
     if isinstance(group, Combinator):
         return [move for part, e in zip(group.parts, E, strict=True) for move in moves(part, e)]
     return list(E) if isinstance(group, SparseLU) else [E]
@@ -160,6 +159,6 @@ def view(x: Tensor, index: Any) -> Tensor:
 
 
 def plain_step(group: Group, Q: State, a: Tensor, b: Tensor, lr: float | Tensor, least: Tensor) -> tuple[State, Tensor]:
-    """One step by the formula, with the slope made and no sums or differences."""
-    E, maxima = group.descent(group.slope(Q, a, b), lr, least)
+    """One step by the formula, with the half gradient made and no sums or differences."""
+    E, maxima = group.descent(group.half_gradient(Q, a, b), lr, least)
     return group.move(Q, E), maxima

@@ -8,7 +8,7 @@ import ast
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,15 @@ class Cell:
         except SyntaxError:
             return ast.parse("")
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All that the syntax tree is made of."""
+        return list(ast.walk(self.tree))
+
     @property
     def has_assert(self) -> bool:
         """True if the cell checks something."""
-        return any(isinstance(node, ast.Assert) for node in ast.walk(self.tree))
+        return any(isinstance(node, ast.Assert) for node in self.nodes)
 
     @property
     def is_check(self) -> bool:
@@ -124,12 +129,11 @@ class Cell:
         """True if that is an exhibit which computes in the page."""
         return self.shown_by in {"live", "recorded"}
 
-    @property
+    @cached_property
     def names(self) -> set[str]:
         """All names and attributes that the code uses."""
-        nodes = list(ast.walk(self.tree))
-        attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        return attributes | {node.id for node in nodes if isinstance(node, ast.Name)}
+        attributes = {node.attr for node in self.nodes if isinstance(node, ast.Attribute)}
+        return attributes | {node.id for node in self.nodes if isinstance(node, ast.Name)}
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,18 @@ class Page:
         before, _, ahead = line[0].partition(LOOK_AHEAD) if line else ("", "", "")
         return re.findall(r"chap-[\w-]+", before), re.findall(r"chap-[\w-]+", ahead)
 
+    @cached_property
+    def defined_equations(self) -> list[str]:
+        """The labels of the page's equations."""
+        return [label for cell in self.text for label in re.findall(r"\$\$\s*\((eq-[\w-]+)\)", cell.source)]
+
+    @cached_property
+    def named_equations(self) -> list[str]:
+        """The labels of equations that its text names, and then those that its code does."""
+        in_text, in_code = re.compile(r"\{eq\}`(?:[^`<]*<)?(eq-[\w-]+)>?`"), re.compile(r"\beq-\w+(?:-\w+)*")
+        found = [label for cell in self.text for label in in_text.findall(cell.source)]
+        return found + [label for cell in self.code for label in in_code.findall(cell.source)]
+
     def after(self, cell: Cell, count: int) -> tuple[Cell, ...]:
         """The cells that follow a cell, at most `count`."""
         return self.cells[cell.number : cell.number + count]
@@ -191,5 +207,11 @@ def as_page(path: Path, notebook: Any) -> Page:
 
 
 def read_page(path: Path) -> Page:
-    """Read a notebook from its file."""
+    """Read a notebook from its file, once for all gates as long as the file stays."""
+    return read_as_it_was(path, path.stat().st_mtime_ns)
+
+
+@cache
+def read_as_it_was(path: Path, time: int) -> Page:
+    """Read a notebook whose file was last changed at that time."""
     return as_page(path, nbformat.read(path, as_version=4))

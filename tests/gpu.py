@@ -173,7 +173,7 @@ def random_images(colours: int, side: int, device: str) -> Images:
 
 def image_problem(name: str, device: str, batch: int) -> ImageProblem:
     """One of Experiments 3 to 5 on random bytes; a batch of 0 is the usual one."""
-    images = random_images(1, 28, device) if name == "mnist_cnn" else random_images(3, 32, device)
+    images = random_images(1, 28, device) if name.startswith("mnist") else random_images(3, 32, device)
     problem = IMAGE_PROBLEMS[name]
     return replace(problem, load=lambda device: images, batch=batch or problem.batch)
 

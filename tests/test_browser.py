@@ -1,46 +1,17 @@
-"""The built pages in a real browser, without a network: formulas, exhibits, both themes, a phone's width."""
+"""The built pages in a real browser, without a network: formulas, exhibits, both themes, a phone's width, axe."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from axe import findings
+from chromium import LAPTOP, PATIENCE, PHONE, Tab, browser, tab
 from gates import HTML, ROOT, read_page, report, short
+from playwright.sync_api import Locator, Page, ViewportSize
+from quick import first
 from writer import pages
 
-try:
-    from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, ViewportSize, sync_playwright
-except ImportError:
-    pytest.skip("no browser tests: playwright is not installed; say `pip install playwright`", allow_module_level=True)
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-if CHROMIUM is None:
-    pytest.skip("no browser tests: no chromium on the PATH; say `apt-get install chromium`", allow_module_level=True)
-
-FLAGS = [
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-sync",
-    "--no-first-run",
-    *(["--no-sandbox"] if os.geteuid() == 0 else []),
-]
-PHONE: ViewportSize = {"width": 400, "height": 800}
-DESK: ViewportSize = {"width": 1200, "height": 900}
-LAPTOP: ViewportSize = {"width": 1280, "height": 800}
-PATIENCE = 15_000
-"""Milliseconds until something that doesn't happen is a failure."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """One browser for all pages."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
+__all__ = ["browser", "tab"]
 
 
 def formula_faults(page: Page) -> Iterator[str]:
@@ -122,15 +93,13 @@ STICKING_OUT = """limit => {
 
 
 def overflow_faults(page: Page) -> Iterator[str]:
-    """On a phone's width nothing sticks out, in either theme."""
-    page.set_viewport_size(PHONE)
-    for theme in ("light", "dark"):
+    """On a phone nothing sticks out, in either theme."""
+    for theme in ("dark", "light"):
         page.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
         width = page.evaluate("Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)")
         if width > PHONE["width"]:
             widest = page.evaluate(STICKING_OUT, PHONE["width"])
             yield f"{theme} theme: the page is {width} wide on a screen of {PHONE['width']}; look at {widest}"
-    page.set_viewport_size(DESK)
 
 
 SCROLLING = """() => [...document.querySelectorAll("article *")]
@@ -153,68 +122,46 @@ CUT = """() => [...document.querySelectorAll("article mjx-container")].filter(e 
 """The formulas of which a part is neither seen nor reached by scrolling."""
 
 
-def width_faults(page: Page) -> Iterator[str]:
-    """With all folds open nothing scrolls sideways on a laptop, no table does on a phone, and no formula is cut."""
+def width_faults(page: Page, screen: ViewportSize) -> Iterator[str]:
+    """No formula is cut, and nothing scrolls sideways on a laptop, no table on a phone."""
+    yield from (f"cut on a screen of {screen['width']}: {text!r}" for text in page.evaluate(CUT))
+    for shown, needed, text in page.evaluate(SCROLLING if screen is LAPTOP else TABLES):
+        yield f"scrolls sideways on a screen of {screen['width']}, {needed} wide in {shown}: {text!r}"
+
+
+def faults(tab: Tab, path: Path, exhibits: int, live: int = 0) -> Iterator[str]:
+    """All that is wrong with a page that should have so many exhibits of each kind, in a browser without a network.
+
+    It is opened on a phone, with its folds closed; then they are opened, and the screen becomes that of a laptop.
+    """
+    page = tab.open(path, PHONE)
+    yield from formula_faults(page)
+    yield from overflow_faults(page)
     page.evaluate("document.querySelectorAll('article details').forEach(e => { e.open = true })")
-    for screen in (LAPTOP, PHONE):
-        page.set_viewport_size(screen)
-        yield from (f"cut on a screen of {screen['width']}: {text!r}" for text in page.evaluate(CUT))
-        for shown, needed, text in page.evaluate(SCROLLING if screen is LAPTOP else TABLES):
-            yield f"scrolls sideways on a screen of {screen['width']}, {needed} wide in {shown}: {text!r}"
-    page.evaluate("document.querySelectorAll('article details').forEach(e => { e.open = false })")
-    page.set_viewport_size(DESK)
-
-
-def watch(page: Page) -> list[str]:
-    """Collect what goes wrong while a page is open: errors on the console, in scripts, in requests."""
-    found: list[str] = []
-
-    def on_console(line: ConsoleMessage) -> None:
-        if line.type == "error":
-            found.append(f"console: {line.text}")
-
-    def on_failure(request: Request) -> None:
-        found.append(f"a request fails: {request.url[:100]}")
-
-    page.on("console", on_console)
-    page.on("pageerror", lambda error: found.append(f"a script fails: {error.message}"))
-    page.on("requestfailed", on_failure)
-    return found
-
-
-def faults(browser: Browser, path: Path, exhibits: int, live: int = 0) -> list[str]:
-    """All that is wrong with a page that should have so many exhibits of each kind, in a browser without a network."""
-    context = browser.new_context(offline=True, viewport=DESK)
-    page = context.new_page()
-    page.set_default_timeout(PATIENCE)
-    found = watch(page)
-    page.goto(path.as_uri(), wait_until="load")
-    found += formula_faults(page)
+    yield from width_faults(page, PHONE)
+    page.set_viewport_size(LAPTOP)
+    yield from width_faults(page, LAPTOP)
     roots = page.locator(".explore")
     if roots.count() != exhibits:
-        found.append(f"{roots.count()} exhibits on the page, and {exhibits} in the notebook")
+        yield f"{roots.count()} exhibits on the page, and {exhibits} in the notebook"
     for number, exhibit in enumerate(roots.all(), 1):
-        found += exhibit_faults(exhibit, f"exhibit {number}")
+        yield from exhibit_faults(exhibit, f"exhibit {number}")
     roots = page.locator("[data-live]")
     if roots.count() != live:
-        found.append(f"{roots.count()} live exhibits on the page, and {live} in the notebook")
+        yield f"{roots.count()} live exhibits on the page, and {live} in the notebook"
     for number, exhibit in enumerate(roots.all(), 1):
-        found += live_faults(exhibit, f"live exhibit {number}")
-    found += overflow_faults(page)
-    found += width_faults(page)
-    context.close()
-    return found
+        yield from live_faults(exhibit, f"live exhibit {number}")
+    yield from tab.found
 
 
-@pytest.mark.parametrize(
-    "notebook", [*pages()[:3], *(pytest.param(page, marks=pytest.mark.slow) for page in pages()[3:])], ids=short
-)
-def test_page_works(notebook: Path, browser: Browser) -> None:
-    """The page works offline: nothing is requested, formulas are typeset, sliders turn, nothing sticks out."""
+@pytest.mark.parametrize("notebook", first(3, pages()), ids=short)
+def test_page_works(notebook: Path, tab: Tab) -> None:
+    """Offline nothing is requested, formulas are typeset, sliders turn, nothing sticks out; and axe finds nothing."""
     path = HTML / notebook.relative_to(ROOT).with_suffix(".html")
     assert path.exists(), f"{short(path)} is missing; run `make book`"
     shown = [cell.is_live for cell in read_page(notebook).code if cell.is_exhibit]
-    report(faults(browser, path, exhibits=shown.count(False), live=shown.count(True)))
+    found = [*faults(tab, path, exhibits=shown.count(False), live=shown.count(True)), *findings(tab.page)]
+    report(found)
 
 
 # The gate can fail -----------------------------------------------------------------------------------------------
@@ -318,13 +265,12 @@ SPOILED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "complaint"), SPOILED, ids=[complaint or "nothing" for *_, complaint in SPOILED]
-)
-def test_browser_gate(old: str, new: str, complaint: str, browser: Browser, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spoiled", first(6, SPOILED), ids=[complaint or "nothing" for *_, complaint in SPOILED])
+def test_browser_gate(spoiled: tuple[str, str, str], tab: Tab, tmp_path: Path) -> None:
     """A page that fails in a browser is seen, and a good one passes."""
+    old, new, complaint = spoiled
     assert old in GOOD
     path = tmp_path / "page.html"
     path.write_text(GOOD.replace(old, new))
-    found = "\n".join(faults(browser, path, exhibits=1, live=1))
+    found = "\n".join(faults(tab, path, exhibits=1, live=1))
     assert complaint in found if complaint else found == ""

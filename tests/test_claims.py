@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from bs4 import BeautifulSoup
+from bs4 import BeautifulSoup, SoupStrainer
 from gates import PAGES, Page, as_page, name_of, read_page, report, short
 from ledger import CLAIMS, DEFINITION, FINDINGS, KINDS, READ, WORDS, Claim, Finding, Ledger, read_ledger, stored
 from nbformat import v4
@@ -82,6 +82,16 @@ def unruled(ledger: Ledger) -> Iterator[str]:
             yield f"{claim.id}: a claim about training needs a rule, before it is tried"
 
 
+def unexplained(ledger: Ledger) -> Iterator[str]:
+    """A claim that no chapter judges says why, and one that a chapter judges doesn't say that nothing is known."""
+    for claim in ledger.claims:
+        is_open = not (ledger.on(claim) or claim.used or claim.read)
+        if is_open and not claim.missing:
+            yield f"{claim.id}: no chapter judges it, and the list doesn't say what is missing"
+        if claim.missing and not is_open:
+            yield f"{claim.id}: a chapter judges it, and the list still says what is missing"
+
+
 def test_list_is_complete(ledger: Ledger) -> None:
     """Nothing that the paper numbers is left out."""
     report(missing(ledger))
@@ -101,6 +111,19 @@ def with_claim(ledger: Ledger, **changes: str) -> Ledger:
 def test_training_has_rules(ledger: Ledger) -> None:
     """No claim about training is tried without a rule."""
     report(unruled(ledger))
+
+
+def test_what_is_missing_is_said(ledger: Ledger) -> None:
+    """No claim is open without a reason."""
+    report(unexplained(ledger))
+
+
+def test_reason_and_verdict_exclude_each_other(ledger: Ledger) -> None:
+    """A claim is explained by a chapter or by a reason, not by both."""
+    judged = (Finding("more", "holds", "", "chap-x", "X"),)
+    for missing, findings, count in (("", (), 1), ("No runs.", (), 0), ("", judged, 0), ("No runs.", judged, 1)):
+        claim = Claim("more", "sentence", "II.B", "It holds.", missing=missing)
+        assert len(list(unexplained(Ledger((claim,), ledger.sections, findings)))) == count
 
 
 @pytest.mark.parametrize(
@@ -160,13 +183,21 @@ def calls(tree: ast.Module) -> list[tuple[ast.Call, ast.expr | None]]:
     return [(it, when) for it, when in pairs if isinstance(it, ast.Call) and ast.unparse(it.func) == "verdict"]
 
 
+def lost(page: Page, ledger: Ledger) -> Iterator[str]:
+    """A verdict that stands alone on a line is shown, so it is the last of its cell."""
+    for cell in page.code:
+        for node in cell.tree.body[:-1]:
+            if isinstance(node, ast.Expr) and ast.unparse(node).startswith("verdict("):
+                yield f"{cell}: nobody sees this verdict, since more follows in its cell: {ast.unparse(node)[:60]}"
+
+
 def literals(page: Page) -> set[str]:
     """The names to which a page assigns what it has not computed, and those that Python brings along.
 
     An empty list or dictionary is no value yet.
     """
     typed = set(dir(builtins))
-    for node in (node for cell in page.code for node in ast.walk(cell.tree)):
+    for node in (node for cell in page.code for node in cell.nodes):
         if not isinstance(node, ast.Assign) or ast.unparse(node.value) in ("[]", "{}"):
             continue
         if not any(isinstance(inner, ast.Name) for inner in ast.walk(node.value)):
@@ -286,10 +317,10 @@ def settled(page: Page, ledger: Ledger) -> Iterator[str]:
     asserted: set[Bound] = set()
     named: dict[str, ast.expr] = {}
     for cell in page.code:
-        for node in ast.walk(cell.tree):
+        for node in cell.nodes:
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
                 named[node.targets[0].id] = node.value
-        tests = [node.test for node in ast.walk(cell.tree) if isinstance(node, ast.Assert)]
+        tests = [node.test for node in cell.nodes if isinstance(node, ast.Assert)]
         asserted |= {part for test in tests for part in (*parts_of(test), *written_out(test, named))}
         for call, _ in calls(cell.tree):
             holds = next((keyword.value for keyword in call.keywords if keyword.arg == "holds"), None)
@@ -309,7 +340,7 @@ def written_out(condition: ast.expr, named: dict[str, ast.expr]) -> Iterator[Bou
             yield from parts_of(named[part.id])
 
 
-VERDICT_GATES = [typed_by_hand, unknown, settled]
+VERDICT_GATES = [typed_by_hand, unknown, settled, lost]
 
 
 @pytest.mark.parametrize("gate", VERDICT_GATES, ids=lambda gate: gate.__name__)
@@ -376,6 +407,11 @@ def test_verdict_that_waits_may_be_missing(ledger: Ledger) -> None:
     for source, count in ((GOOD + ' if error else "not yet run"', 0), (GOOD, 1)):
         notebook = v4.new_notebook(cells=[v4.new_code_cell(source)])
         assert len(list(typed_by_hand(as_page(Path("sample.ipynb"), notebook), ledger))) == count
+
+
+def test_lost_verdict_is_seen(ledger: Ledger) -> None:
+    """A verdict after which the cell goes on is printed by nobody."""
+    assert "nobody sees this verdict" in "\n".join(lost(sample(GOOD + "\nprint(error)"), ledger))
 
 
 @pytest.mark.parametrize(("old", "new", "complaint"), SPOILED_CODE)
@@ -482,9 +518,12 @@ def test_ledger_page_gate_fails(ledger: Ledger) -> None:
 
 def test_boxes(ledger: Ledger) -> None:
     """Each verdict has its box on the page of its chapter."""
-    for path in PAGES:
-        if found := [finding for _, finding in stored(nbformat.read(path, as_version=4))]:
-            report(boxes(soup_of(html_of(path)), found, ledger))
+    path_of = {read_page(path).label: path for path in PAGES}
+    for label in sorted({finding.label for finding in ledger.findings}):
+        found = [finding for finding in ledger.findings if finding.label == label]
+        text = html_of(path_of[label]).read_text(encoding="utf-8")
+        only = SoupStrainer(id=[finding.target for finding in found])
+        report(boxes(BeautifulSoup(text, "html.parser", parse_only=only), found, ledger))
 
 
 def test_boxes_gate_fails(ledger: Ledger) -> None:

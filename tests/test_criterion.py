@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import examples
 from torch import Tensor
 
 from psgd_lit.criterion import criterion, expected_criterion, optimal_preconditioner, preconditioned_eigenvalues
@@ -45,7 +46,7 @@ def close(actual: Tensor, expected: Tensor, factor: float = 1e4) -> None:
 
 
 @given(n=sizes, k=st.integers(1, 5), batch=batches, seed=seeds, dtype=dtypes)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_criterion_is_the_mean_of_two_quadratic_forms(
     n: int, k: int, batch: list[int], seed: int, dtype: torch.dtype
 ) -> None:
@@ -59,7 +60,7 @@ def test_criterion_is_the_mean_of_two_quadratic_forms(
 
 
 @given(n=sizes, k=st.integers(1, 5), batch=batches, seed=seeds, dtype=dtypes)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_expected_criterion_of_sample_moments_is_the_sampled_criterion(
     n: int, k: int, batch: list[int], seed: int, dtype: torch.dtype
 ) -> None:
@@ -70,7 +71,7 @@ def test_expected_criterion_of_sample_moments_is_the_sampled_criterion(
 
 
 @given(n=sizes, seed=seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_gradient_is_a_minus_inverse_b_inverse(n: int, seed: int) -> None:
     generator = seeded(seed)
     P, A, B = positive(3, n=n, generator=generator)
@@ -101,7 +102,7 @@ def test_values_exist_for_positive_definite_matrices_only(P: Tensor) -> None:
 
 
 @given(n=st.integers(1, 12), batch=batches, seed=seeds, dtype=dtypes)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_optimum_is_the_symmetric_positive_definite_solution(
     n: int, batch: list[int], seed: int, dtype: torch.dtype
 ) -> None:
@@ -119,7 +120,7 @@ def test_optimum_is_the_symmetric_positive_definite_solution(
 
 
 @given(n=sizes, seed=seeds, distance=st.floats(1e-3, 3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_every_other_preconditioner_is_worse(n: int, seed: int, distance: float) -> None:
     generator = seeded(seed)
     A, B = positive(2, n=n, generator=generator)
@@ -134,7 +135,7 @@ def test_every_other_preconditioner_is_worse(n: int, seed: int, distance: float)
 
 
 @given(n=sizes, seed=seeds, scale=st.sampled_from([1e-40, 0.1, 7.0, 1e40]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_optimum_inverts_scales_and_follows_coordinates(n: int, seed: int, scale: float) -> None:
     generator = seeded(seed)
     A, B = positive(2, n=n, generator=generator)
@@ -152,7 +153,7 @@ def test_one_dimension_is_the_square_root_of_a_quotient() -> None:
 
 
 @given(n=sizes, seed=seeds, noise=st.floats(0.05, 2), dtype=dtypes)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_isotropic_noise_damps_the_absolute_inverse(n: int, seed: int, noise: float, dtype: torch.dtype) -> None:
     generator = seeded(seed)
     spectrum = normal(n, generator=generator, dtype=dtype)
@@ -164,7 +165,7 @@ def test_isotropic_noise_damps_the_absolute_inverse(n: int, seed: int, noise: fl
 
 
 @given(n=sizes, extra=st.integers(0, 4), seed=seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_as_many_pairs_as_dimensions_bring_every_eigenvalue_to_plus_or_minus_one(n: int, extra: int, seed: int) -> None:
     generator = seeded(seed)
     spectrum = torch.linspace(-1.5, 2.0, n, dtype=torch.float64)
@@ -180,7 +181,7 @@ def test_as_many_pairs_as_dimensions_bring_every_eigenvalue_to_plus_or_minus_one
 
 
 @given(n=st.integers(2, 6), seed=seeds, dtype=dtypes)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_too_few_pairs_have_no_optimum(n: int, seed: int, dtype: torch.dtype) -> None:
     generator = seeded(seed)
     h = normal(n, n - 1, generator=generator, dtype=dtype)
@@ -214,7 +215,7 @@ def test_other_matrices_are_no_moments(moment: Tensor, reason: str) -> None:
 
 
 @given(n=sizes, batch=batches, seed=seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_eigenvalues_are_those_of_the_product_and_have_the_signs_of_the_hessian(
     n: int, batch: list[int], seed: int
 ) -> None:

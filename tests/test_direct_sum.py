@@ -11,6 +11,7 @@ import torch
 from expressions import learned, normal, plain_step, same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from quick import examples
 from torch import Tensor
 
 from psgd_lit.blocks import leaves
@@ -29,7 +30,7 @@ BATCHES = st.sampled_from([(), (1,), (3,), (2, 2), (0,)])
 COLUMNS = st.sampled_from([0, 1, 2, 5])
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 SEEDS = st.integers(0, 2**20)
-some = settings(max_examples=60, deadline=None, derandomize=True)
+some = settings(max_examples=examples(60), deadline=None, derandomize=True)
 LARGEST = 4
 """The largest size of an elementary group in a nesting."""
 
@@ -122,7 +123,7 @@ def test_batched_equals_one_by_one(case, batch, k, seed):
         torch.testing.assert_close(group.matrix(alone), after[member], rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(
     case=sums(smallest=1),  # an empty product has no scale, and nothing to balance
     seed=SEEDS,

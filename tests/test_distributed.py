@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from toys import HVP, fill, loss_of, network, same, states, weights
+from toys import HVP, fill, forks_with_torch, loss_of, network, same, states, weights
 
 from psgd_lit.affine import affine_blocks
 from psgd_lit.blocks import leaves
@@ -184,7 +184,7 @@ def work(rank: int, folder: str) -> None:
 
 def two_processes(folder: Path) -> list[dict[str, Any]]:
     """Run both ranks in fresh processes, and return what each did."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = forks_with_torch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         workers = [context.Process(target=work, args=(rank, str(folder))) for rank in (0, 1)]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -313,6 +314,15 @@ def test_a_loss_without_curvature_has_no_quality() -> None:
     assert any("no curvature" in what for what in report.left_out)
 
 
+def test_no_fits_judge_nothing() -> None:
+    """Without fits there is a report of products, and no table of P H."""
+    net = network()
+    report = doctor(net, lambda: loss_of(net), seconds=600, fits=np.int64(0), rounds=0)
+    assert report.trials
+    assert not report.qualities
+    assert "P H" not in str(report)
+
+
 def test_what_makes_no_sense_is_refused_at_once() -> None:
     net: Any = network()
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
@@ -321,6 +331,10 @@ def test_what_makes_no_sense_is_refused_at_once() -> None:
         doctor(net, loss_of(net))
     with pytest.raises(ValueError, match="seconds must be positive"):
         doctor(net, lambda: loss_of(net), seconds=0)
+    with pytest.raises(ValueError, match="fits must be an integer from 0, not -1"):
+        doctor(net, lambda: loss_of(net), fits=-1)
+    with pytest.raises(ValueError, match="rounds must be an integer from 0"):
+        doctor(net, lambda: loss_of(net), rounds=0.5)
     with pytest.raises(ValueError, match="ran backward"):
         doctor(net, lambda: calling_backward(loss_of(net)))
     assert all(p.grad is None for p in net.parameters())

@@ -1,6 +1,7 @@
 """Every quick way of a group and of a bucket equals the plain one, to rounding, on many shapes, types and batches."""
 
 import copy
+from functools import cache
 from itertools import product as every
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from expressions import plain_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import examples
 
 from psgd_lit.affine import Block, affine_blocks
 from psgd_lit.blocks import choose, leaves
@@ -52,8 +54,9 @@ def pair(group, Q, batch, dtype, k, seed):
     return safe_pair(*torch.randn(2, *batch, group.size(Q), k, dtype=dtype, generator=source))[:2]
 
 
+@cache
 def learned(group, shape, batch, dtype):
-    """Where a few updates on random pairs lead."""
+    """Where a few updates on random pairs lead, found once for all tests, since none changes it."""
     Q = group.init(shape, batch, dtype=dtype)
     for seed in range(8):
         v, h = pair(group, Q, batch, dtype, 1, seed)
@@ -78,8 +81,21 @@ def test_a_quick_step_is_the_plain_step(name, batch, dtype):
         least = torch.full((*batch, group.maxima), bound, dtype=dtype)
         plain = plain_step(group, Q, a, b, 0.1, least)
         assert_near(group.step_of_sums(Q, a + b, a - b, 0.1, least), plain, dtype)
-        slope = group.slope_of_sums(Q, a + b, a - b)
-        assert_near(slope, group.slope(Q, a, b), dtype)
+        half = group.half_gradient_of_sums(Q, a + b, a - b)
+        assert_near(half, group.half_gradient(Q, a, b), dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 50])
+@pytest.mark.parametrize("name", ["bordered", "sparse LU", "sparse LU of diagonals"])
+@kind
+def test_a_step_in_pieces_of_rows_is_the_plain_step(name, rows, batch, dtype, monkeypatch):
+    monkeypatch.setattr("psgd_lit.groups.bordered._ROWS", rows)
+    group, shape = CASES[name]
+    Q = learned(group, shape, batch, dtype)
+    a, b = pair(group, Q, batch, dtype, 2, seed=5)
+    least = torch.zeros(*batch, group.maxima, dtype=dtype)
+    plain = plain_step(group, Q, a, b, 0.1, least)
+    assert_near(group.step_of_sums(Q, a + b, a - b, 0.1, least), plain, dtype)
 
 
 @case
@@ -165,7 +181,7 @@ def test_a_kept_product_is_made_anew_for_another_factor():
     assert torch.allclose(bucket.precondition(g, steps=100), 16 * written)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(rows=st.integers(1, 6), columns=st.integers(1, 6), k=st.integers(1, 12), seed=st.integers(0, 99))
 def test_steps_between_fits_are_those_without_a_kept_product(rows, columns, k, seed):
     source = torch.Generator().manual_seed(seed)

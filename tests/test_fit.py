@@ -7,6 +7,7 @@ import torch
 from expressions import diagonals, normal, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
+from quick import first
 from test_groups import EVERY_FAMILY, EVERY_GROUP, GROUPS, fewer, shape_of
 from torch import Tensor
 
@@ -107,23 +108,26 @@ def test_shares_forget():
     torch.testing.assert_close(fit.share, torch.tensor([expected, 1 - expected]), rtol=0.02, atol=0)
 
 
-# What the slopes are divided by ----------------------------------------------------------------------------------
+# What the half gradients are divided by -------------------------------------------------------------------------
 
 
 def curvature_of_two(group: Group, normalizer: str, chance: float, lr: Tensor) -> Tensor:
     """P over its minimum for each step size, where the curvature is 1 with this chance and 0.01 else."""
     source, members = torch.Generator().manual_seed(3), (len(lr), 60)
     fit, logs = started(group, 1, members), []
-    for t in range(1500):
+    for t in range(1100):
         v = torch.randn(*members, 1, 1, dtype=torch.float64, generator=source)
         rare = torch.rand(*members, 1, 1, dtype=torch.float64, generator=source) < chance
         fit = learn(group, fit, v, torch.where(rare, 1.0, 0.01) * v, lr[:, None].expand(members), normalizer)
-        if t > 700:
+        if t > 600 and t % 5 == 0:
             logs.append(inverse_curvatures(group, fit).log().mean((1, 2)))
     return torch.stack(logs).mean(0).exp() * (chance + (1 - chance) * 1e-4) ** 0.5
 
 
-@pytest.mark.parametrize("group", [Triangular(), Diagonal(), SparseLU(1)], ids=repr)
+RARE = [Triangular(), Diagonal(), SparseLU(1)]
+
+
+@pytest.mark.parametrize("group", first(1, RARE), ids=map(repr, RARE))
 def test_rare_curvature(group):
     """One pair in ten has a curvature of 1: the paper's rule rests at a median, the other near the minimum."""
     lr = torch.tensor([0.1, 0.03], dtype=torch.float64)
@@ -145,22 +149,20 @@ def test_the_papers_rule_is_the_plain_update(family, data, seed):
 
 
 @EVERY_GROUP
-@pytest.mark.parametrize("exponent", [-20, 15])
-def test_gradients_of_any_scale(group, exponent):
-    """Positive and finite after bold steps in float32, and the same P but for its unit."""
-    members, n = 20, 4
-    here, there = (started(group, n, (members,), torch.float32) for _ in range(2))
-    unit = 2.0 ** round(exponent * math.log2(10))
-    there = there._replace(Q=group.scale(there.Q, torch.full((members,), unit**-0.5)))
+def test_gradients_of_any_scale(group):
+    """About 1, 1e-20 and 1e15: positive and finite after bold steps in float32, and the same P but for its unit."""
+    members, n, units = 20, 4, 2.0 ** torch.tensor([0.0, -66.0, 50.0])
+    fit = started(group, n, (3, members), torch.float32)
+    fit = fit._replace(Q=group.scale(fit.Q, units[:, None].rsqrt().expand(3, members)))
     for t in range(150):
         v, h = normal(2, members, n, 1, seed=t, dtype=torch.float32)
-        here = learn(group, here, v, h, 0.3, "running")
-        there = learn(group, there, v, h * unit, 0.3, "running")
-    for diagonal in diagonals(group, there.Q):
+        fit = learn(group, fit, v.expand(3, -1, -1, -1), h * units[:, None, None, None], 0.3, "running")
+    for diagonal in diagonals(group, fit.Q):
         assert (diagonal > 0).all()
         assert diagonal.isfinite().all()
-    ratio = inverse_curvatures(group, there) / inverse_curvatures(group, here) * unit
-    torch.testing.assert_close(ratio.log().mean(), torch.tensor(0.0), rtol=0, atol=0.02)
+    here, *there = inverse_curvatures(group, fit) * units[:, None, None]
+    for P in there:
+        torch.testing.assert_close((P / here).log().mean(), torch.tensor(0.0), rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("group", [Triangular(), Kron(Triangular(), Triangular()), SparseLU(2)], ids=repr)
@@ -228,7 +230,7 @@ def test_unknown_normalizer():
 @pytest.mark.parametrize("group", GROUPS, ids=repr)
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_start(group, batch):
-    """No memory: zero peaks, one for each slope with a maximum of its own; shares of 1; no pair."""
+    """No memory: zero peaks, one for each half with a maximum of its own; shares of 1; no pair."""
     fit = started(group, 4, batch)
     assert fit.peaks.shape == (*batch, group.maxima)
     assert fit.share.shape == (*batch, 4)

@@ -56,7 +56,7 @@ DEFINITION = "def half(x: Tensor, n: int = 1) -> Tensor:\n    '''Return a half.\
     ("source", "directives", "expected"),
     [
         ("import torch\nfrom a import b", {}, "imports"),
-        ("import torch\nfrom a import b", {"export": ""}, "imports"),
+        ("import torch\nfrom a import b", {"export": ""}, "exported imports"),
         ("import a\n\nuse_style()\nT = Triangular()", {}, "imports"),
         ("import a\n\nT = 1", {"export": ""}, None),
         ("import a\n\nfor x in y:\n    a(x)", {}, None),
@@ -67,7 +67,7 @@ DEFINITION = "def half(x: Tensor, n: int = 1) -> Tensor:\n    '''Return a half.\
         (
             DEFINITION + "    x = x / 2\n" * LONG,
             {"export": ""},
-            "def half(x: Tensor, n: int=1) -> Tensor\n    Return a half.",
+            "def half(x: Tensor, n: int=1) → Tensor\n    Return a half.",
         ),
         (
             f"def f(a: {'A' * 90}, *, b: int = 2) -> int:\n" + "    a = b\n" * LONG,

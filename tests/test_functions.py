@@ -9,6 +9,7 @@ import scipy.optimize
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import examples
 from torch import Tensor
 
 from psgd_lit.experiments.functions import (
@@ -94,7 +95,7 @@ WRITTEN_AGAIN: dict[str, Callable[[Sequence[float]], float]] = {
 
 @EVERY
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_values_agree_with_plain_numbers(function: SumOfSquares, seed: int) -> None:
     x = near_start(function, seed)
     assert function(x).item() == pytest.approx(WRITTEN_AGAIN[function.name](x.tolist()), rel=1e-10)

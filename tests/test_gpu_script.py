@@ -15,6 +15,7 @@ from psgd_lit.experiments.methods import METHODS
 SCRIPT = Path(__file__).parent / "gpu.py"
 
 
+@pytest.mark.slow
 def test_the_script_runs_on_the_cpu(tmp_path: Path) -> None:
     """The same checks on small sizes, without the environment of the book."""
     out = tmp_path / "results" / "gpu.json"

@@ -29,6 +29,7 @@ from expressions import (
 )
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
+from quick import examples, first
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -71,8 +72,10 @@ COLUMNS = st.sampled_from([0, 1, 2, 5])
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 SEEDS = st.integers(0, 2**20)
 STEPS = st.one_of(st.floats(1e-6, 0.9999), st.sampled_from([0.01, 0.1, 0.5, 0.99, 0.999, 0.9999]))
-few = settings(max_examples=12, deadline=None, derandomize=True)
-fewer = settings(max_examples=5, deadline=None, derandomize=True)
+RUNS = st.tuples(STEPS, st.integers(-20, 15).map(float))
+"""A step size and a decimal exponent of the gradients."""
+few = settings(max_examples=examples(12), deadline=None, derandomize=True)
+fewer = settings(max_examples=examples(5), deadline=None, derandomize=True)
 
 
 def shape_of(group: Group, n: int) -> Any:
@@ -117,7 +120,7 @@ def pair_criterion(Q: Tensor, v: Tensor, h: Tensor) -> Tensor:
 
 
 @given(case=expressions())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 def test_expressions_stay_within_their_bounds(case):
     group, shape = case
 
@@ -189,15 +192,15 @@ def test_numel_counts_the_entries_that_move(family, data, seed):
 @EVERY_FAMILY
 @few
 @given(data=st.data(), k=st.sampled_from([1, 2, 5]), seed=SEEDS)
-def test_slope_is_half_the_derivative_along_move(family, data, k, seed):
+def test_it_is_half_the_derivative_along_move(family, data, k, seed):
     group, shape = data.draw(family(largest=7))
     Q = learned(group, shape, seed=seed)
     v, h = normal(2, group.size(Q), k, seed=seed)
-    slope = group.slope(Q, group.apply(Q, h), group.solve_t(Q, v))
-    at_zero = map_leaves(lambda e: torch.zeros_like(e, requires_grad=True), slope)
+    half = group.half_gradient(Q, group.apply(Q, h), group.solve_t(Q, v))
+    at_zero = map_leaves(lambda e: torch.zeros_like(e, requires_grad=True), half)
     value = pair_criterion(group.matrix(group.move(Q, at_zero)), v, h)
     derivatives = torch.autograd.grad(value, leaves(at_zero), allow_unused=True, materialize_grads=True)
-    for derivative, e in zip(derivatives, leaves(slope), strict=True):
+    for derivative, e in zip(derivatives, leaves(half), strict=True):
         torch.testing.assert_close(derivative, 2 * e, rtol=1e-7, atol=1e-7)
 
 
@@ -214,7 +217,7 @@ def test_descent(family, data, seed):
     v, h = normal(2, group.size(Q), 1, seed=seed)
     a, b = group.apply(Q, h), group.solve_t(Q, v)
     rate = torch.zeros((), dtype=torch.float64)
-    for move in moves(group, group.slope(Q, a, b)):
+    for move in moves(group, group.half_gradient(Q, a, b)):
         entries = torch.cat([e.flatten() for e in leaves(move)])
         if len(entries):
             rate -= 2 * entries.square().sum() / entries.abs().max()
@@ -247,17 +250,18 @@ def test_a_step_of_a_tenth_may_climb_in_many_dimensions():
 
 
 @EVERY_FAMILY
-@few
-@given(data=st.data(), lr=STEPS, decay=st.sampled_from([0.0, 0.99]), exponent=st.integers(-20, 15), seed=SEEDS)
-def test_diagonals_stay_positive_and_finite(family, data, lr, decay, exponent, seed):
+@fewer
+@given(data=st.data(), runs=st.lists(RUNS, min_size=8, max_size=8), decay=st.sampled_from([0.0, 0.99]), seed=SEEDS)
+def test_diagonals_stay_positive_and_finite(family, data, runs, decay, seed):
     """For every step size in (0, 1) and gradients of any scale, in float32.
 
     Steps nearer to 1 than the spacing of float32 are 1, and no test; at 0.9999 a few steps don't underflow.
     """
     group, shape = data.draw(family(smallest=1, largest=7))
+    lr, exponents = torch.tensor(runs).T
     Q, peaks = group.init(shape, batch=(8,)), torch.zeros(8, group.maxima)
     v, h = normal(2, 20, 8, group.size(Q), 1, seed=seed, dtype=torch.float32)
-    for probe, product in zip(v, h * 10.0**exponent, strict=True):
+    for probe, product in zip(v, h * 10.0 ** exponents[:, None, None], strict=True):
         Q, peaks = group.update_with_peaks(Q, peaks, probe, product, lr, decay)
         for diagonal in diagonals(group, Q):
             assert (diagonal > 0).all()
@@ -269,13 +273,13 @@ def test_diagonals_stay_positive_and_finite(family, data, lr, decay, exponent, s
 @given(data=st.data(), lr=st.floats(1e-3, 0.1), seed=SEEDS)
 def test_inverses_are_accurate_for_small_steps(family, data, lr, seed):
     group, shape = data.draw(family(smallest=1))
-    Q = group.init(shape, dtype=torch.float32)
-    v, h = normal(2, 60, group.size(Q), 1, seed=seed, dtype=torch.float32)
+    Q = group.init(shape, (2,), dtype=torch.float32)
+    v, h = normal(2, 30, 2, group.size(Q), 1, seed=seed, dtype=torch.float32)
     for probe, product in zip(v, h, strict=True):
         Q = group.update(Q, probe, product, lr)
-    x = normal(group.size(Q), 1, seed=seed, dtype=torch.float32)
+    x = normal(2, group.size(Q), 1, seed=seed, dtype=torch.float32)
     for there, back in ((group.apply, group.solve), (group.apply_t, group.solve_t)):
-        assert (there(Q, back(Q, x)) - x).norm() < 1e-4 * x.norm()
+        assert ((there(Q, back(Q, x)) - x).norm(dim=1) < 1e-4 * x.norm(dim=1)).all()
 
 
 # Equivariance ----------------------------------------------------------------------------------------------------
@@ -301,7 +305,7 @@ GROUPS_PROPER = tuple(group for group in ELEMENTARY if not isinstance(group, Spa
 """Groups in the strict sense, products of whose members are members; and so are all expressions of them."""
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(case=expressions(1, choices=GROUPS_PROPER), seed=SEEDS)
 def test_equivariant_under_the_group_itself(case, seed):
     """theta = S theta', with S^-T = T in the group: Q' = Q T learns S^-1 P S^-T, step by step."""
@@ -346,6 +350,22 @@ def test_batched_equals_one_by_one(family, data, batch, k, seed):
     for member in itertools.product(*map(range, batch)):
         alone = group.update(map_leaves(lambda leaf, member=member: leaf[member], Q), v[member], h[member], lr=0.1)
         torch.testing.assert_close(group.matrix(alone), after[member], rtol=1e-10, atol=1e-10)
+
+
+@EVERY_FAMILY
+@few
+@given(data=st.data(), batch=BATCHES, k=COLUMNS, seed=SEEDS)
+def test_what_is_preconditioned_may_be_written_over(family, data, batch, k, seed):
+    """P g is a new tensor, so a step may be scaled in its place: neither the gradient nor the state changes."""
+    group, shape = data.draw(family())
+    Q = learned(group, shape, batch, seed)
+    before = map_leaves(torch.clone, Q)
+    g = normal(*batch, group.size(Q), k, seed=seed)
+    kept = g.clone()
+    for made in (group.precondition(Q, g), group.precondition_by(group.product(Q), g)):
+        made.zero_()
+        assert torch.equal(g, kept)
+        assert same_bits(Q, before)
 
 
 def use_everything(group: Group, shape: Any, k: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -394,8 +414,8 @@ class Branching(Diagonal):
 class Elsewhere(Diagonal):
     """Makes a tensor on the processor."""
 
-    def slope_of_sums(self, Q: State, s: Tensor, d: Tensor) -> State:
-        return (super().slope_of_sums(Q, s, d)[0] + torch.ones(s.shape[-2]),)
+    def half_gradient_of_sums(self, Q: State, s: Tensor, d: Tensor) -> State:
+        return (super().half_gradient_of_sums(Q, s, d)[0] + torch.ones(s.shape[-2]),)
 
 
 @pytest.mark.parametrize("wrong", [Branching(), Elsewhere()], ids=repr)
@@ -431,19 +451,19 @@ def test_zero_and_bad_pairs_leave_every_bit(family, data, bad, seed, dtype):
 @few
 @given(data=st.data(), seed=SEEDS)
 def test_peaks_divide_the_slopes_and_nothing_else(family, data, seed):
-    """With peaks above all maxima each slope is divided by its own peak; with none each by its own maximum."""
+    """With peaks above all maxima each half is divided by its own peak; with none each by its own maximum."""
     group, shape = data.draw(family(smallest=1, largest=7))
     Q = learned(group, shape, seed=seed)
     v, h = normal(2, group.size(Q), 1, seed=seed + 50)
     a, b = group.apply(Q, h), group.solve_t(Q, v)
-    slopes = moves(group, group.slope(Q, a, b))
-    own = torch.stack([largest_entry(slope, 0) for slope in slopes])
+    halves = moves(group, group.half_gradient(Q, a, b))
+    own = torch.stack([largest_entry(half, 0) for half in halves])
     least = own * torch.linspace(2, 3, len(own), dtype=own.dtype)
     for divisor, peaks in ((own, 0 * own), (least, least.sqrt())):
-        steps, maxima = group.descent(group.slope(Q, a, b), 0.1, peaks.square())
+        steps, maxima = group.descent(group.half_gradient(Q, a, b), 0.1, peaks.square())
         torch.testing.assert_close(maxima, own)
-        for step, slope, d in zip(moves(group, steps), slopes, divisor, strict=True):
-            expected = [-0.1 * e / d if d else e for e in leaves(slope)]
+        for step, half, d in zip(moves(group, steps), halves, divisor, strict=True):
+            expected = [-0.1 * e / d if d else e for e in leaves(half)]
             torch.testing.assert_close(leaves(step), expected)
         after, _ = group.step_with_peaks(Q, peaks, a, b, 0.1, decay=1.0)
         torch.testing.assert_close(group.matrix(after), group.matrix(group.move(Q, steps)))
@@ -482,7 +502,7 @@ def test_a_bad_probe_or_an_overflowing_action_is_a_zero_pair_too(family, data, s
 @few
 @given(data=st.data(), seed=SEEDS)
 def test_equal_pairs_move_nothing(family, data, seed):
-    """Where a = b the criterion is at its minimum for that pair, and rounding must not be mistaken for a slope."""
+    """Where a = b the criterion is at its minimum for that pair, and rounding must not pass for a half gradient."""
     group, shape = data.draw(family(smallest=1))
     Q = group.init(shape)
     v = normal(group.size(Q), 1, seed=seed, dtype=torch.float32)
@@ -535,11 +555,11 @@ def test_a_group_is_a_value(family, data):
 
 
 @EVERY_GROUP
-@pytest.mark.parametrize("lr", [0.01, 0.5, 0.99, 0.999])
-def test_never_leaves_the_group(group, lr):
-    Q = group.init(shape_of(group, 6), batch=(40,))
+def test_never_leaves_the_group(group):
+    lr = torch.tensor([0.999, 0.99, 0.5, 0.01]).repeat_interleave(40)
+    Q = group.init(shape_of(group, 6), batch=(160,))
     for t in range(300):
-        v, h = normal(2, 40, 6, 1, seed=t, dtype=torch.float32)
+        v, h = normal(2, 160, 6, 1, seed=t, dtype=torch.float32)
         Q = group.update(Q, v, h * 10.0 ** (t % 7 - 3), lr=lr)
         for diagonal in diagonals(group, Q):
             assert (diagonal > 0).all()
@@ -547,25 +567,26 @@ def test_never_leaves_the_group(group, lr):
 
 
 @EVERY_GROUP
-@pytest.mark.parametrize("n", [2, 20, 100])
+@pytest.mark.parametrize("n", first(1, [20, 2, 100]))
 def test_inverses_stay_accurate_for_small_steps(group, n):
-    Q = group.init(shape_of(group, n), dtype=torch.float32)
-    for t in range(400):
-        v, h = normal(2, n, 1, seed=t, dtype=torch.float32)
+    """Four runs of 100 noisy steps each."""
+    Q = group.init(shape_of(group, n), (4,), dtype=torch.float32)
+    for t in range(100):
+        v, h = normal(2, 4, n, 1, seed=t, dtype=torch.float32)
         Q = group.update(Q, v, h, lr=0.1)
-    x = normal(n, 1, seed=0, dtype=torch.float32)
-    error = (group.apply(Q, group.solve(Q, x)) - x).norm() / x.norm()
-    assert error < 1e-4
+    x = normal(4, n, 1, seed=0, dtype=torch.float32)
+    errors = (group.apply(Q, group.solve(Q, x)) - x).norm(dim=1) / x.norm(dim=1)
+    assert (errors < 1e-4).all()
 
 
 @pytest.mark.parametrize("group", LONG, ids=repr)
 @pytest.mark.slow
 def test_hundred_thousand_noisy_steps(group):
-    """Gradients from 1e-20 to 1e15 in float32: after 25 times 4,000 steps Q is positive, finite, and P H near I.
+    """Gradients from 1e-20 to 1e15 in float32: after 84 times 1,200 steps Q is positive, finite, and P H near I.
 
-    A thousand bold steps lead there from the identity, and three thousand small ones stay.
+    Seven hundred bold steps of falling size lead there from the identity, and five hundred small ones stay.
     """
-    runs, steps = 25, [0.05] * 1000 + [0.01] * 3000
+    runs, steps = 84, [0.1] * 500 + [0.03] * 200 + [0.01] * 500
     scales = (10.0 ** torch.arange(-20, 16, 5, dtype=torch.float64)).repeat(runs)
     n, source = 3, torch.Generator().manual_seed(0)
     curvature = (scales[:, None] * torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64)).float()

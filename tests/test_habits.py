@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from quick import first
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
-from toys import HVP, fill, loss_of, network, quiet, same, states, take, ways_of, weights
+from toys import HVP, batch, fill, loss_of, network, quiet, same, states, take, ways_of, weights
 
 from psgd_lit import buckets
 from psgd_lit.affine import affine_blocks
@@ -276,16 +277,21 @@ def test_a_compiled_step_is_the_step(hvp):
 @pytest.mark.parametrize("hvp", ["exact", "whiten"])
 @pytest.mark.parametrize(
     "preconditioner",
-    ["kron", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scan", "dense", "splu", "diagonal", "esgd"))],
+    first(1, ["kron", "scan", "dense", "splu", "diagonal", "esgd"]),
 )
 def test_a_compiled_fit_is_the_fit(hvp, preconditioner, monkeypatch):
-    """The curve is that of a fit that isn't compiled; each kind of block is compiled once, whatever the step sizes."""
-    monkeypatch.setitem(buckets._WHOLE, "backend", "aot_eager")
+    """The curve is that of a fit that isn't compiled; each kind of block is compiled once, whatever the step sizes.
+
+    The layers have one shape, so that blocks of one kind are several.
+    The fit is the same for all products, so one of them shows that its graph can be lowered too.
+    """
+    monkeypatch.setitem(buckets._WHOLE, "backend", "aot_eager" if hvp == "exact" else "eager")
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     blocks = affine_blocks if preconditioner == "scan" else lambda _: None
-    net, twin = network(), network()
+    x, _ = batch()
+    net, twin = (fill(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))) for _ in range(2))
     opt, other = (
         PSGD(model.parameters(), hvp=hvp, preconditioner=preconditioner, blocks=blocks(model), compile=flag)
         for model, flag in ((net, True), (twin, False))
@@ -294,7 +300,7 @@ def test_a_compiled_fit_is_the_fit(hvp, preconditioner, monkeypatch):
         for one, model in ((opt, net), (other, twin)):
             for name in ("lr", "lr_preconditioner"):
                 one.param_groups[0][name] *= 0.9
-            one.step(lambda model=model: loss_of(model))
+            one.step(lambda model=model: (model(x) - 1).square().mean())
     for p, q in zip(weights(net), weights(twin), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == len(opt.buckets.active(dict.fromkeys(net.parameters())))
@@ -311,19 +317,21 @@ def test_an_old_torch_does_not_compile_the_fit(monkeypatch):
     "backend",
     ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")])],
 )
-@pytest.mark.parametrize("hvp", ["approx", "whiten"])
-def test_a_compiled_model_has_the_curve_of_the_model(hvp, backend):
+def test_a_compiled_model_has_the_curve_of_the_model(backend):
     """Bit for bit where the same kernels run, and to rounding where a compiler has made others."""
     if backend == "inductor" and not shutil.which("c++"):
         pytest.skip("no C++ compiler")
     torch.compiler.reset()
-    net, twin = network(), network()
+    net = network()
     model = torch.compile(net, backend=backend)
-    opt, other = (PSGD(one.parameters(), hvp=hvp) for one in (net, twin))
-    for _ in range(20):
-        compiled, plain = opt.step(lambda: loss_of(model)), other.step(lambda: loss_of(twin))
-        torch.testing.assert_close(compiled, plain, rtol=0 if backend == "aot_eager" else 1e-4, atol=0)
-    assert plain < loss_of(network())
+    for hvp in ("approx", "whiten"):
+        fill(net)
+        twin = network()
+        opt, other = (PSGD(one.parameters(), hvp=hvp) for one in (net, twin))
+        for _ in range(20):
+            compiled, plain = opt.step(lambda: loss_of(model)), other.step(lambda twin=twin: loss_of(twin))
+            torch.testing.assert_close(compiled, plain, rtol=0 if backend == "aot_eager" else 1e-4, atol=0)
+        assert plain < loss_of(network())
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quick import first
 
 from psgd_lit.experiments import image_data
 from psgd_lit.experiments.__main__ import main
@@ -47,7 +48,9 @@ def some_images(count: int, colours: int, side: int) -> Images:
     return Images(x[:count], y[:count], x[count:], y[count:])
 
 
-SMALL = {name: some_images(40, 1, 28) if name == "mnist_cnn" else some_images(40, 3, 32) for name in IMAGE_PROBLEMS}
+SMALL = {
+    name: some_images(40, 1, 28) if name.startswith("mnist") else some_images(40, 3, 32) for name in IMAGE_PROBLEMS
+}
 
 
 @pytest.fixture
@@ -319,21 +322,21 @@ def test_tests_are_not_shifted(small_problems: None) -> None:
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "dense"])
-@pytest.mark.parametrize("name", IMAGE_PROBLEMS)
+@pytest.mark.parametrize("name", first(1, ["mnist_cnn", *(name for name in IMAGE_PROBLEMS if name != "mnist_cnn")]))
 def test_resume_is_bit_equal(name: str, method: str, small_problems: None) -> None:
     """Packed and unpacked, a run on images goes on with the same bits, and its loss is a number."""
-    run = Run(name, method, seed=3, steps=4, settings={"lr_preconditioner": 0.1} if method == "kron" else {})
+    run = Run(name, method, seed=3, steps=3, settings={"lr_preconditioner": 0.1} if method == "kron" else {})
     whole, half, rest = Training(run), Training(run), Training(run)
-    half.step()
+    start = whole.params[0].detach().clone()
     half.step()
     unpack(rest, pack(half))
-    for training, steps in ((whole, 4), (rest, 2)):
+    for training, steps in ((whole, 3), (rest, 2)):
         for _ in range(steps):
             training.step()
     assert all(map(torch.equal, whole.params, rest.params))
     assert whole.curve == rest.curve
     assert whole.state == rest.state == "finished"
-    assert not torch.equal(whole.params[0], Training(run).params[0])
+    assert not torch.equal(whole.params[0], start)
 
 
 @pytest.mark.parametrize("name", IMAGE_PROBLEMS)

@@ -20,6 +20,8 @@ from nbclient import NotebookClient
 from nbformat import v4
 from writer import KERNEL
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[None]:

@@ -12,6 +12,7 @@ import torch
 from expressions import learned, normal, same_bits
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from quick import examples
 from torch import Tensor
 
 from psgd_lit.blocks import leaves
@@ -27,8 +28,8 @@ BATCHES = st.sampled_from([(), (1,), (3,), (2, 2), (0,)])
 COLUMNS = st.sampled_from([0, 1, 2, 5])
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 SEEDS = st.integers(0, 2**20)
-some = settings(max_examples=60, deadline=None, derandomize=True)
-few = settings(max_examples=25, deadline=None, derandomize=True)
+some = settings(max_examples=examples(60), deadline=None, derandomize=True)
+few = settings(max_examples=examples(25), deadline=None, derandomize=True)
 
 
 @st.composite
@@ -137,19 +138,20 @@ def test_steps_of_the_factors_equal_slope_descent_and_move(case, batch, k, seed)
     Q = learned(group, shape, batch, seed)
     a, b = normal(2, *batch, group.size(Q), k, seed=seed)
     none = torch.zeros(*batch, group.maxima, dtype=a.dtype)
-    descent, maxima = group.descent(group.slope(Q, a, b), 0.1, none)
+    descent, maxima = group.descent(group.half_gradient(Q, a, b), 0.1, none)
     after, largest = group.step_of_sums(Q, a + b, a - b, 0.1, none)
     torch.testing.assert_close(leaves(after), leaves(group.move(Q, descent)), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(largest, maxima, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @some
 @given(case=krons(smallest=1), batch=st.sampled_from([(), (3,)]), seed=SEEDS)
 def test_each_elementary_factor_has_a_maximum_of_its_own(case, batch, seed):
     group, shape = case
     Q = learned(group, shape, batch, seed)
     a, b = normal(2, *batch, group.size(Q), 1, seed=seed)
-    descent, _ = group.descent(group.slope(Q, a, b), 0.25, torch.zeros(*batch, group.maxima, dtype=a.dtype))
+    descent, _ = group.descent(group.half_gradient(Q, a, b), 0.25, torch.zeros(*batch, group.maxima, dtype=a.dtype))
     for part in states(group, descent):
         (e,) = part
         torch.testing.assert_close(e.abs().flatten(len(batch)).amax(-1), torch.full(batch, 0.25, dtype=torch.float64))
@@ -165,8 +167,8 @@ def test_step_on_a_matrix_equals_appendix_a(M, N, k, seed):
     A = torch.einsum("ij,jlk,ml->kim", Q1, G, Q2)
     B = torch.linalg.inv(Q2).mT @ V.permute(2, 1, 0) @ torch.linalg.inv(Q1)
     expected = []
-    for q, slope in ((Q1, A @ A.mT - B.mT @ B), (Q2, A.mT @ A - B @ B.mT)):
-        E = slope.sum(0).triu()
+    for q, half in ((Q1, A @ A.mT - B.mT @ B), (Q2, A.mT @ A - B @ B.mT)):
+        E = half.sum(0).triu()
         expected.append(q - 0.1 * E / E.abs().max() @ q)
     columns_first = kronecker_product(expected[1], expected[0])
     after = group.matrix(group.update(Q, V.reshape(M * N, k), G.reshape(M * N, k), lr=0.1))
@@ -313,16 +315,16 @@ def test_unfolding_and_back(sizes, k, batch, seed):
         assert torch.equal(act_along(lambda y: 2 * y, x, sizes, i), 2 * x)
 
 
-@pytest.mark.parametrize("lr", [0.01, 0.5, 0.999])
 @pytest.mark.parametrize(
     ("group", "shape"),
     [(Kron(T, T), (3, 2)), (Kron(T, D, T), (2, 3, 1)), (Kron(Kron(T, T), D), ((1, 3), 2))],
     ids=repr,
 )
-def test_never_leaves_the_group(group, shape, lr):
-    Q = group.init(shape, batch=(40,))
+def test_never_leaves_the_group(group, shape):
+    lr = torch.tensor([0.01, 0.5, 0.999]).repeat_interleave(40)
+    Q = group.init(shape, batch=(120,))
     for t in range(300):
-        v, h = normal(2, 40, 6, 1, seed=t, dtype=torch.float32)
+        v, h = normal(2, 120, 6, 1, seed=t, dtype=torch.float32)
         Q = group.update(Q, v, h * 10.0 ** (t % 7 - 3), lr=lr)
         diagonal = group.matrix(Q).diagonal(dim1=-2, dim2=-1)
         assert (diagonal > 0).all()
@@ -336,13 +338,13 @@ def test_never_leaves_the_group(group, shape, lr):
     ids=repr,
 )
 def test_long_runs_stay_balanced_and_finite(group, shape):
-    """Gradients of 1e-20 and 1e15 in float32, 2000 bold steps, from an identity that is far from both."""
-    scales = torch.tensor([1e-20, 1.0, 1e15])
+    """Gradients of 1e-20 and 1e15 in float32, four times 500 bold steps, from an identity that is far from both."""
+    scales = torch.tensor([1e-20, 1.0, 1e15]).repeat(4)
     n, source = math.prod(flat(shape)), torch.Generator().manual_seed(0)
     curvature = scales[:, None, None] * torch.linspace(0.5, 2, n)[:, None]
-    Q = group.init(shape, batch=(3,))
-    for _ in range(2000):
-        v = torch.randn(3, n, 1, generator=source)
+    Q = group.init(shape, batch=(12,))
+    for _ in range(500):
+        v = torch.randn(12, n, 1, generator=source)
         Q = group.update(Q, v, curvature * v, lr=0.2)
         assert is_level(group, Q)
     assert all(leaf.isfinite().all() for leaf in leaves(Q))
@@ -352,17 +354,18 @@ def test_long_runs_stay_balanced_and_finite(group, shape):
     assert (eigenvalues < 20).all()
 
 
+@pytest.mark.slow
 def test_without_balancing_the_factors_drift_apart():
     """What balancing is for, and that it is needed: the same products, in factors that part without end."""
 
     class Unbalanced(Kron):
-        def balance(self, Q: State, live: Tensor) -> State:
+        def balance(self, Q: State, active: Tensor) -> State:
             return Q
 
     group, drifting = Kron(T, T), Unbalanced(T, T)
     Q, Q_drifting = group.init((2, 4), (20,)), drifting.init((2, 4), (20,))
     curvature, source = torch.linspace(0.5, 2, 8)[:, None], torch.Generator().manual_seed(0)
-    for _ in range(2000):
+    for _ in range(1000):
         v = torch.randn(20, 8, 1, generator=source)
         Q = group.update(Q, v, curvature * v, lr=0.5)
         Q_drifting = drifting.update(Q_drifting, v, curvature * v, lr=0.5)
@@ -381,8 +384,8 @@ def test_learns_the_product_of_the_inverse_magnitudes():
     H = kronecker_product(kronecker_product(parts[0], parts[1]), parts[2])
     group, n = Kron(T, T, T), len(H)
     Q = group.init((2, 3, 2), dtype=torch.float64)
-    for t in range(3000):
-        v = normal(n, 1, seed=t)
+    for t in range(1000):
+        v = normal(n, 3, seed=t)
         Q = group.update(Q, v, H @ v, lr=0.1 / (1 + t / 100))
     eigenvalues = torch.linalg.eigvals(group.precondition(Q, H)).real
     torch.testing.assert_close(eigenvalues.abs(), torch.ones(n, dtype=torch.float64), rtol=0, atol=0.05)

@@ -5,21 +5,22 @@ import torch
 from expressions import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import examples
 from torch import Tensor
 
 from psgd_lit.features import normalization_of
 from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.kron import Kron
-from psgd_lit.groups.normalization import Normalization, normalization_slope
+from psgd_lit.groups.normalization import Normalization, normalization_half_gradient
 from psgd_lit.groups.protocol import State
-from psgd_lit.groups.triangular import triangular_slope
+from psgd_lit.groups.triangular import triangular_half_gradient
 
 GROUP = Normalization()
 SCAN = Kron(Diagonal(), Normalization())
 SIZES = st.sampled_from([0, 1, 2, 3, 17])
 BATCHES = st.sampled_from([(), (1,), (2, 2), (0,)])
 SEEDS = st.integers(0, 2**20)
-few = settings(max_examples=25, deadline=None, derandomize=True)
+few = settings(max_examples=examples(25), deadline=None, derandomize=True)
 
 
 def learned(group: Normalization | Kron, shape: int | tuple[int, int], batch: tuple[int, ...], seed: int) -> State:
@@ -50,11 +51,11 @@ def test_products_and_inverses_stay_in_the_group(n, batch, seed):
 @given(n=SIZES, k=st.sampled_from([0, 1, 3]), batch=BATCHES, seed=SEEDS)
 def test_slope_is_the_triangular_one_at_the_entries_that_move(n, k, batch, seed):
     a, b = normal(2, *batch, n, k, seed=seed)
-    full = triangular_slope(a, b)
+    full = triangular_half_gradient(a, b)
     kept = torch.eye(n).bool()
     kept[:, -1:] = True
     expected = torch.where(kept, full, 0.0)
-    torch.testing.assert_close(GROUP.matrix(normalization_slope(a, b)), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(GROUP.matrix(normalization_half_gradient(a, b)), expected, rtol=1e-10, atol=1e-12)
 
 
 @few
@@ -62,8 +63,8 @@ def test_slope_is_the_triangular_one_at_the_entries_that_move(n, k, batch, seed)
 def test_one_maximum_over_both_parts(n, seed):
     Q = learned(GROUP, n, (), seed)
     a, b = normal(2, n, 1, seed=seed)
-    slope = GROUP.matrix(normalization_slope(a, b))
-    expected = torch.eye(n).double() - 0.1 * slope / slope.abs().max()
+    half = GROUP.matrix(normalization_half_gradient(a, b))
+    expected = torch.eye(n).double() - 0.1 * half / half.abs().max()
     torch.testing.assert_close(GROUP.matrix(GROUP.step(Q, a, b, lr=0.1)), expected @ GROUP.matrix(Q))
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from html import escape, unescape
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ TRACES = {
 
 RECORDED = "".join(path.read_text(encoding="utf-8") for path in sorted((NBS / "results").glob("*.json")))
 """The recorded results: a page that is made from them may say when they were measured."""
+
+
+@lru_cache(maxsize=2)
+def parsed(text: str) -> Any:
+    """A notebook, which the gates read one after the other and none changes."""
+    return nbformat.reads(text, as_version=4)
 
 
 def outputs(notebook: Any) -> Iterator[tuple[str, Any]]:
@@ -76,7 +83,7 @@ def canonical_form(text: str) -> Iterator[str]:
 
 def run_cells(text: str) -> Iterator[str]:
     """Every code cell was run, in order, and none failed or wrote to stderr."""
-    notebook = nbformat.reads(text, as_version=4)
+    notebook = parsed(text)
     code = [(number, cell) for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code"]
     if never := [str(number) for number, cell in code if cell.execution_count is None]:
         yield f"cell {', '.join(never)} was not run"
@@ -94,7 +101,7 @@ def run_cells(text: str) -> Iterator[str]:
 
 def traces(text: str) -> Iterator[str]:
     """No output tells where, when or how long it was run; the dates of recorded results are theirs."""
-    for place, output in outputs(nbformat.reads(text, as_version=4)):
+    for place, output in outputs(parsed(text)):
         shown = visible_text(output)
         for what, pattern in TRACES.items():
             found = [match[0] for match in re.finditer(pattern, shown)]
@@ -107,7 +114,7 @@ def sizes(text: str) -> Iterator[str]:
     """A notebook has at most 2 MB, and each picture 160 kB."""
     if len(text.encode()) > NOTEBOOK_BYTES:
         yield f"{len(text.encode()):,} bytes, and {NOTEBOOK_BYTES:,} are the limit"
-    for place, output in outputs(nbformat.reads(text, as_version=4)):
+    for place, output in outputs(parsed(text)):
         data = output.get("data", {})
         images = [value for kind, value in data.items() if kind.startswith("image/") and kind != "image/svg+xml"]
         images += FRAME.findall(data.get("text/html", ""))
@@ -118,7 +125,7 @@ def sizes(text: str) -> Iterator[str]:
 
 def frames(text: str) -> Iterator[str]:
     """No two frames of an exhibit are equal, none is of a run that is missing, and each has words of its own kind."""
-    for place, output in outputs(nbformat.reads(text, as_version=4)):
+    for place, output in outputs(parsed(text)):
         found = re.search(r'data-frames="([^"]*)"', output.get("data", {}).get("text/html", ""))
         shown = json.loads(unescape(found[1])) if found else {"frames": [], "alts": []}
         if len({*shown["frames"]}) < len(shown["frames"]):
@@ -130,7 +137,7 @@ def frames(text: str) -> Iterator[str]:
 
 def opt_outs(text: str) -> Iterator[str]:
     """No cell opts out of being compared."""
-    for number, cell in enumerate(nbformat.reads(text, as_version=4).cells, 1):
+    for number, cell in enumerate(parsed(text).cells, 1):
         marks = re.findall(r"NBVAL_\w+", cell.source if cell.cell_type == "code" else "")
         marks += [tag for tag in cell.metadata.get("tags", []) if re.match("nbval|raises-exception|skip", tag)]
         for mark in marks:
@@ -151,9 +158,10 @@ def hidden(sanitizer: str, text: str) -> Iterator[str]:
     """The sanitiser of nbval hides no text that a reader reads, but the size that stands for a figure."""
     rules = configparser.RawConfigParser()
     rules.read_string(sanitizer)
+    shown = [visible_text(output) for _, output in outputs(parsed(text))]
     for section in rules.sections():
-        for _, output in outputs(nbformat.reads(text, as_version=4)):
-            for match in re.finditer(rules[section]["regex"], visible_text(output)):
+        for words in shown:
+            for match in re.finditer(rules[section]["regex"], words):
                 if not match[0].startswith("<Figure size"):
                     yield f"[{section}] keeps nbval from comparing {match[0][:60]!r}"
 
@@ -414,13 +422,20 @@ def test_make_help_gate_fails(tmp_path: Path) -> None:
     assert list(unlisted_targets(makefile)) == ["`make help` doesn't list clean"]
 
 
+def recipe(makefile: str, target: str) -> list[str]:
+    """The commands of a target, with those of the targets that they make."""
+    lines = re.findall(r"^\t(.*)$", makefile[makefile.index(f"\n{target}:") :].split("\n\n")[0], re.MULTILINE)
+    made = [word for line in lines if line.startswith("$(MAKE)") for word in line.split() if word in targets(makefile)]
+    return [*lines, *(command for other in made for command in recipe(makefile, other))]
+
+
 def left_out_of_check(makefile: str) -> Iterator[str]:
     """`make check` runs all tests and all notebooks, so that `make test` may leave out what takes long."""
-    recipe = re.findall(r"^\t(.*/pytest .*)$", makefile[makefile.index("\ncheck:") :].split("\n\n")[0], re.MULTILINE)
-    for command in recipe:
+    runs = [command for command in recipe(makefile, "check") if "/pytest " in command]
+    for command in runs:
         yield from (f"`make check` runs pytest with {option}" for option in re.findall(CHOOSING, command))
     for place in ("tests", "nbs"):
-        if not any(place in command.split() for command in recipe):
+        if not any(place in command.split() for command in runs):
             yield f"`make check` doesn't run {place}"
 
 
@@ -439,6 +454,7 @@ def test_check_leaves_nothing_out() -> None:
         ("--dist load tests", '--dist load -m "not slow" tests', "`make check` runs pytest with -m"),
         ("$(PARALLEL) nbs", "--changed $(PARALLEL) nbs", "`make check` runs pytest with --changed"),
         ("$(PARALLEL) nbs", "$(PARALLEL)", "`make check` doesn't run nbs"),
+        ("lint book notebooks", "lint book", "`make check` doesn't run nbs"),
     ],
 )
 def test_check_gate_fails(old: str, new: str, complaint: str) -> None:

@@ -194,6 +194,35 @@ def test_a_group_added_later_joins_the_run():
     assert not any(torch.equal(a, b) for a, b in zip(before, weights(net), strict=True))
 
 
+@pytest.mark.parametrize("every", ["auto", "log10", 7, lambda t: min(1 + t, 7)])
+def test_a_group_added_later_begins_the_schedule_anew(every):
+    """What is due is what a fresh run has, also after a checkpoint, and an older checkpoint loads."""
+
+    def dues(opt: PSGD, steps: int) -> list[bool]:
+        found = []
+        for _ in range(steps):
+            found.append(opt.due)
+            opt.step(lambda: loss_of(net))
+        return found
+
+    net = network()
+    fresh = dues(PSGD(net.parameters(), lr=0.0, update_every=every), 30)
+    opt = PSGD(net[0].parameters(), lr=0.0, update_every=every)
+    dues(opt, 200)
+    opt.add_param_group({"params": list(net[2].parameters())})
+    assert dues(opt, 10) == fresh[:10]
+    other = PSGD([{"params": list(net[0].parameters())}, {"params": list(net[2].parameters())}], update_every=every)
+    state = opt.state_dict()
+    other.load_state_dict(state)
+    assert dues(other, 20) == fresh[10:]
+    for group in state["param_groups"]:
+        del group["joined"]
+    old = PSGD([{"params": list(net[0].parameters())}, {"params": list(net[2].parameters())}], update_every=every)
+    old.load_state_dict(state)
+    t = old.param_groups[0]["t"]
+    assert old.due == (t % period(every, t) == 0)
+
+
 def test_states_are_the_optimizers_own_memory():
     """What `state` shows is what the next step reads, also after it was copied or changed by hand."""
     net, twin = network(), network()

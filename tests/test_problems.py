@@ -9,6 +9,7 @@ import torch
 from expressions import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import examples
 from torch import Tensor
 
 from psgd_lit.problems import NoisyHessian, Quadratic, random_orthogonal, rosenbrock, with_spectrum
@@ -33,7 +34,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 @given(n=st.integers(2, 9), seed=seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_rosenbrock_and_its_derivatives_agree_with_scipy(n: int, seed: int) -> None:
     x, p = normal(2, n, seed=seed)
     close(rosenbrock(x), torch.tensor(scipy.optimize.rosen(x.numpy())))
@@ -43,7 +44,7 @@ def test_rosenbrock_and_its_derivatives_agree_with_scipy(n: int, seed: int) -> N
 
 
 @given(batch=st.lists(st.integers(0, 3), max_size=3), n=st.integers(2, 5), dtype=dtypes)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_rosenbrock_takes_batches_and_keeps_the_dtype(batch: list[int], n: int, dtype: torch.dtype) -> None:
     x = normal(*batch, n, seed=0, dtype=dtype)
     values = rosenbrock(x)
@@ -64,7 +65,7 @@ def test_rosenbrock_refuses_fewer_than_two_coordinates(shape: tuple[int, ...]) -
 
 
 @given(n=sizes, seed=seeds, dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_a_seed_means_one_orthogonal_matrix_in_every_dtype(n: int, seed: int, dtype: torch.dtype) -> None:
     U = random_orthogonal(n, generator=seeded(seed))
     close(U.T @ U, torch.eye(n, dtype=torch.float64))
@@ -86,7 +87,7 @@ def test_one_dimension_has_both_signs() -> None:
 
 
 @given(eigenvalues=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=7), seed=seeds, dtype=dtypes)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_with_spectrum_has_the_spectrum_and_exact_symmetry(
     eigenvalues: list[float], seed: int, dtype: torch.dtype
 ) -> None:
@@ -107,7 +108,7 @@ def test_with_spectrum_refuses_what_is_no_vector(shape: tuple[int, ...]) -> None
 
 
 @given(n=sizes, seed=seeds, dtype=dtypes, k=st.integers(0, 4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_quadratic_agrees_with_autograd(n: int, seed: int, dtype: torch.dtype, k: int) -> None:
     spectrum, centre, theta = normal(3, n, seed=seed, dtype=dtype)
     problem = Quadratic(with_spectrum(spectrum, generator=seeded(seed)), centre)
@@ -142,7 +143,7 @@ def test_problems_are_values_that_cannot_change() -> None:
 
 
 @given(n=sizes, k=st.integers(1, 5), seed=seeds, dtype=dtypes)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_pairs_have_the_right_shape_and_follow_from_the_seed(n: int, k: int, seed: int, dtype: torch.dtype) -> None:
     noisy = NoisyHessian(with_spectrum(normal(n, seed=seed, dtype=dtype), generator=seeded(seed)), noise=0.3)
     before = torch.get_rng_state()

@@ -6,18 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import PHONE, browser, watch
 from gates import NBS
+from playwright.sync_api import Browser, Page
+from test_browser import AGREEMENT, live_faults
+from test_live import SHELL, get, pictures, put
 
 from psgd_lit.exhibit import Live, recorded, static_page
 from psgd_lit.experiments.runner import load_results
-
-try:
-    from playwright.sync_api import Browser, Page
-except ImportError:
-    pytest.skip("no browser tests: playwright is not installed; say `pip install playwright`", allow_module_level=True)
-
-from test_browser import AGREEMENT, PHONE, browser, live_faults, watch
-from test_live import SHELL, get, pictures, put
 
 __all__ = ["browser"]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import examples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,7 +52,7 @@ class NoReading(TorchDispatchMode):
 
 
 @given(shapes=shapes, dtype=dtypes, seed=seeds, damping=dampings, kind=st.sampled_from(DAMPING_KINDS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_damp_adds_the_named_vector(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int, damping: float, kind: str
 ) -> None:
@@ -113,7 +114,7 @@ def test_damp_on_another_device_reads_and_moves_nothing(kind: str) -> None:
 
 
 @given(seed=seeds, damping=st.floats(0.01, 10), n=st.integers(1, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_nonconvex_damping_never_raises_p(seed: int, damping: float, n: int) -> None:
     """With any Hessian the damped optimum is below both 1 / lambda and the undamped one."""
     generator = seeded(seed)
@@ -161,7 +162,7 @@ def test_only_traditional_damping_has_a_pole() -> None:
 
 
 @given(shapes=shapes, dtype=dtypes, seed=seeds, max_norm=st.floats(1e-3, 1e3))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_factor_is_the_ratio_of_norms(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int, max_norm: float
 ) -> None:
@@ -209,7 +210,7 @@ def test_threshold_out_of_range_is_refused(max_norm: float) -> None:
 
 
 @given(seed=seeds, power=st.integers(-60, 60))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_factor_is_free_of_units(seed: int, power: int) -> None:
     """Measured in other units, step and threshold together, the factor keeps its bits."""
     tensors, *_ = draws([(3, 2), (4,)], seed, torch.float64)

@@ -53,6 +53,8 @@ from psgd_lit.settings import PAPER
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = Run("addition_rnn", "kron", steps=200, length=6)
+PLAIN = replace(SHORT, method="sgd", steps=100)
+"""A run for what does not depend on the method."""
 train = partial(runner.train, allow_dirty=True)  # whoever changes the library runs its tests before the commit
 
 
@@ -118,12 +120,13 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
 def test_resume_is_bit_equal(method: str) -> None:
     """Packed and unpacked anywhere, a training goes on with the same bits."""
     run = Run("addition_rnn", method, seed=1, steps=30, length=6)
+    whole = trained(run, 30)
     for cut in (1, 13):
         rest = Training(run)
         unpack(rest, pack(trained(run, cut)))
         while rest.t < 30:
             rest.step()
-        assert is_same(rest, trained(run, 30))
+        assert is_same(rest, whole)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,7 @@ def test_resume_with_options(options: dict[str, Any]) -> None:
     assert not is_same(rest, trained(replace(run, seed=1), 30))
 
 
+@pytest.mark.slow
 def test_killed_training_continues(store: Store) -> None:
     """After SIGKILL in the middle of anything, the last checkpoint leads to the same end."""
     run = replace(SHORT, steps=100_000)
@@ -171,7 +175,9 @@ train(Training({run!r}), store, save_every=0.05, allow_dirty=True)
     assert is_same(rest, trained(run, end))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_signal_leaves_a_checkpoint(store: Store, number: int, code: int) -> None:
     """Ctrl-C and a request to end leave checkpoint and result; nothing is drawn where nobody watches."""
     # the line that says so is the only output
@@ -216,12 +222,12 @@ def test_second_signal_is_obeyed_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 def test_finished_run_can_be_extended(store: Store) -> None:
     """More steps go on where the run ended, and end where a longer run ends."""
-    train(Training(SHORT), store)
-    longer = replace(SHORT, steps=400)
-    train(store.restore(longer), store)
-    assert is_same(store.restore(longer), trained(longer, 400))
+    train(Training(replace(SHORT, steps=100)), store)
+    train(store.restore(SHORT), store)
+    assert is_same(store.restore(SHORT), trained(SHORT, 200))
 
 
 def test_state_with_all_times_continues() -> None:
@@ -267,11 +273,11 @@ def full_disk(number: int) -> None:
 
 def test_full_disk(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The error says so, what was there is untouched, and no half file is left."""
-    train(Training(SHORT), store)
+    train(Training(PLAIN), store)
     before = files(tmp_path)
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(ExperimentError, match="No space left on device; what stood there before is untouched"):
-        train(store.restore(replace(SHORT, steps=300)), store)
+        train(store.restore(replace(PLAIN, steps=300)), store)
     assert files(tmp_path) == before
 
 
@@ -287,11 +293,11 @@ def test_damaged_checkpoint(
     store: Store, damage: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A checkpoint that can't be read is named and left alone."""
-    train(Training(replace(SHORT, steps=100)), store)
-    path = store.checkpoint(SHORT)
+    train(Training(PLAIN), store)
+    path = store.checkpoint(PLAIN)
     path.write_bytes(path.read_bytes()[:-100] if damage is None else damage)
     before = files(tmp_path)
-    line = "run addition_rnn --method kron --length 6 --steps 200 --resume"
+    line = "run addition_rnn --method sgd --length 6 --steps 200 --resume"
     assert main(command(store, line)) == 1
     assert f"error: {path}" in capsys.readouterr().err
     assert files(tmp_path) == before
@@ -317,9 +323,9 @@ def test_shorter_run_keeps_the_longer_result(store: Store, tmp_path: Path, capsy
 
 def test_missing_checkpoint(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     """A result whose checkpoint is gone isn't extended behind the user's back."""
-    train(Training(SHORT), store)
-    store.checkpoint(SHORT).unlink()
-    assert main(command(store, "run addition_rnn --method kron --length 6 --steps 300 --resume")) == 1
+    train(Training(PLAIN), store)
+    store.checkpoint(PLAIN).unlink()
+    assert main(command(store, "run addition_rnn --method sgd --length 6 --steps 300 --resume")) == 1
     assert "is missing: say --restart" in capsys.readouterr().err
 
 
@@ -602,6 +608,27 @@ def test_settings_survive_a_file(settings: dict[str, Any]) -> None:
     assert not set(run.name) - set("abcdefghijklmnopqrstuvwxyzT0123456789_.+-")
 
 
+@pytest.mark.slow
+def test_the_authors_draw_is_a_run_of_its_own(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has a name, starts elsewhere, and goes on with the same bits; images have none."""
+    his = replace(SHORT, draw="author")
+    assert Run(**json.loads(json.dumps(his.description))) == his != SHORT
+    assert his.name != SHORT.name
+    assert not torch.equal(Training(his).params[0], Training(SHORT).params[0])
+    whole, rest = trained(his, 8), Training(his)
+    unpack(rest, pack(trained(his, 3)))
+    while rest.t < 8:
+        rest.step()
+    assert is_same(whole, rest)
+    line = f"run {his.problem} --method {his.method} --steps 3 --length {his.length} --draw author"
+    assert main(command(store, line)) == 0
+    assert [path.name for path in store.results.iterdir()] == [f"{replace(his, seed=0).name}.json"]
+    assert main(command(store, "run mnist_cnn --method sgd --draw author")) == 1
+    error = capsys.readouterr().err
+    assert "the author's draw is one of addition_rnn," in error
+    assert "not of mnist_cnn on cpu" in error
+
+
 def test_settings_reach_the_training(store: Store) -> None:
     """They override problem and method, stand in name and result, and tell two runs apart."""
     line = "run addition_rnn --method kron --length 6 --steps 20 --set lr=0.05 --set momentum=0.5 --set batch=4"
@@ -773,7 +800,7 @@ def test_report(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     """What is done disappears from the commands that remain, and moves in the table."""
     assert main(command(store, "report --commands")) == 0
     before = capsys.readouterr().out.splitlines()
-    text = train(Training(SHORT), store)[0]
+    text = train(Training(PLAIN), store)[0]
     done = replace(text, run=planned()[0], state="finished", steps_done=planned()[0].steps)
     write_atomically(store.results / f"{done.run.name}.json", done.to_json().encode())
     assert main(command(store, "report --commands")) == 0

@@ -2,11 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from psgd_lit.experiments.author import AuthorProblem, author_batch, normals, uniforms
 from psgd_lit.experiments.sequences import (
     ADDITION,
     CHUNK,
@@ -180,3 +182,60 @@ def test_tests_come_in_pieces(task: Task, count: int) -> None:
     assert max(len(piece.target) for piece in pieces) <= CHUNK
     mean = sum(len(piece.target) * problem.error(params, piece).item() for piece in pieces) / count
     assert math.isclose(mean, problem.error(params, whole).item(), rel_tol=1e-5)
+
+
+# The author's draw -----------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 30), st.integers(0, 30))
+def test_numbers_are_those_of_numpy(seed: int, count: int, pairs: int) -> None:
+    """Uniform numbers, choices and an even count of normal ones are numpy's, in any order, to the last bit."""
+    numpy, source = np.random.RandomState(seed), generator(seed)
+    for _ in range(2):
+        assert uniforms(count, source).tolist() == numpy.rand(count).tolist()
+        assert torch.randint(2, (count,), generator=source).tolist() == numpy.choice([0, 1], count).tolist()
+        assert normals(2 * pairs, source).tolist() == numpy.normal(size=2 * pairs).tolist()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_authors_draw_is_one_stream_of_numpy(name: str) -> None:
+    """Weights, ten thousand tests and then the batches, as numpy draws them one after another."""
+    problem, source, numpy = AuthorProblem(**vars(PROBLEMS[name])), generator(3), np.random.RandomState(3)
+    start, n, length = problem.init(source), problem.network.hidden, problem.length
+    if isinstance(problem.network, VanillaRNN):
+        rows = [numpy.normal(0, 0.1, (2, n)), np.linalg.qr(numpy.normal(size=(n, n)))[0], np.zeros((1, n))]
+        expected = [np.concatenate(rows), np.append(numpy.normal(0, 0.1, (n, 1)), [[0.0]], axis=0)]
+    else:
+        sizes = [2 * n + 3, 2 * n + 2, 2 * n + 3, 2 * n + 3]
+        inner, forget, outer, candidate = (numpy.normal(0, 0.1, (size, n)) for size in sizes)
+        forget = np.append(forget, np.ones((1, n)), axis=0)
+        expected = [inner, forget, candidate, outer, numpy.normal(0, 0.1, (n + 1, 1))]
+    for p, matrix in zip(start, expected, strict=True):
+        assert torch.allclose(p.detach().double(), torch.tensor(matrix.T), atol=1e-6)
+    for number in range(10_003):
+        if problem.task is ADDITION:
+            values, marks = 2 * numpy.rand(length) - 1, np.zeros(2)
+            while marks[0] == marks[1]:
+                marks = np.floor(numpy.rand(2) * length / 2)
+        else:
+            values = numpy.choice([-1.0, 1.0], length)
+            marks = np.floor([numpy.rand() * 0.1 * length, numpy.rand() * 0.4 * length + 0.1 * length])
+        if number >= 10_000:
+            one = problem.sample(1, source)
+            assert one.inputs[:, 0, 0].tolist() == values.astype(np.float32).tolist()
+            assert one.inputs[:, 0, 1].nonzero().flatten().tolist() == sorted(set(marks.astype(int).tolist()))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.integers(4, 60))
+def test_marks_of_the_author(seed: int, length: int) -> None:
+    """Marks lie where those of our own draw may lie, and the answers are those of the task."""
+    inputs, target = author_batch(ADDITION, length, 20, generator(seed))
+    assert (inputs[: (length + 1) // 2, :, 1].sum(0) == 2).all()
+    assert torch.allclose(inputs.prod(2).sum(0) / 2, target, atol=1e-6)
+    inputs, target = author_batch(DELAYED_XOR, length, 20, generator(seed))
+    marks = inputs[..., 1]
+    assert (marks.argmax(0) <= (length - 1) // 10).all()
+    assert not marks[(length + 1) // 2 :].any()
+    assert torch.equal(target == 1, inputs.prod(2).sum(0).abs() + (marks.sum(0) - 2).abs() == 0)

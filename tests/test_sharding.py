@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
-from toys import HVP, fill, same
+from toys import HVP, fill, forks_with_torch, same
 
 from psgd_lit.affine import affine_blocks
 from psgd_lit.blocks import leaves
@@ -27,7 +27,7 @@ from psgd_lit.optim import PSGD
 from psgd_lit.sharding import SharedPSGD, assigned, here, normal, owners_of
 
 RANKS = 4
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view")]
 SETTINGS: dict[str, dict[str, Any]] = {
     "whiten": {"hvp": "whiten", "momentum": 0.5, "weight_decay": 0.1},
     "approx": {"hvp": "approx", "update_every": 2, "damping": 0.1, "max_norm": 0.05},
@@ -105,7 +105,7 @@ def alone(returns: bool = False, **kwargs: Any) -> list[Tensor]:
     opt = make(net, PSGD, **kwargs)
     place = {p: i for i, p in enumerate(owners_of(opt.param_groups, 1))}
 
-    def draw(params: list[Tensor], seed: int, t: int) -> dict[Tensor, Tensor]:
+    def draw(params: list[Tensor], seed: int, t: int, law: str = "normal") -> dict[Tensor, Tensor]:
         return {p: normal(p, place[p], (0, p.numel()), seed, t).view(p.shape) for p in params}
 
     with patch("psgd_lit.optim.draw_by_parameter", draw):
@@ -226,13 +226,14 @@ def whole_state(mesh: Any, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def do_all(rank: int, folder: Path) -> dict[str, Any]:
-    """All that four ranks do together."""
+    """All that four ranks do together, and what the first of them does alone."""
     line = init_device_mesh("cpu", (RANKS,))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     pair, world = grid["shards"], dist.group.WORLD
     done: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
-        done[f"{name} alone"] = alone(**settings)
+        if rank == 0:
+            done[f"{name} alone"] = alone(**settings)
         for label, mesh, count in (("line", line, 4), ("grid", grid, 4), ("pair", pair, 2)):
             net, opt = sharded(mesh, slice(rank % count, None, count), **settings)
             done[f"{name} {label}"] = whole(net)
@@ -240,7 +241,8 @@ def do_all(rank: int, folder: Path) -> dict[str, Any]:
     done["describe"] = opt.describe()
     mine = slice(rank, None, RANKS)
     for hvp in HVP:
-        done[f"copied {hvp} alone"] = alone(returns=True, hvp=hvp, damping=0.1)
+        if rank == 0:
+            done[f"copied {hvp} alone"] = alone(returns=True, hvp=hvp, damping=0.1)
         done[f"copied {hvp}"] = copied(world, mine, hvp=hvp, damping=0.1)
     some = [slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 8)][rank]
     done["weighted"] = copied(world, some, some.stop - some.start, damping=0.1)
@@ -294,7 +296,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
     """What each of four processes did; they start once for all."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = forks_with_torch()
     workers = [context.Process(target=work, args=(rank, str(folder))) for rank in range(RANKS)]
     for worker in workers:
         worker.start()
@@ -425,6 +427,7 @@ CANNOT_BE_MADE = [
     ({"preconditioner": "dense"}, "one block of all parameters"),
     ({"preconditioner": "splu"}, "one block of all parameters"),
     ({"monotone": True}, "is for one process"),
+    ({"probes": "rademacher"}, "are not shared"),
 ]
 
 

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from expressions import learned as learned_by
 from expressions import normal, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import examples, first
 from torch import Tensor
 
 from psgd_lit.criterion import expected_criterion, optimal_preconditioner
@@ -16,7 +18,7 @@ from psgd_lit.problems import NoisyHessian, with_spectrum
 SEEDS = st.integers(0, 2**20)
 SIZES = st.sampled_from([0, 1, 2, 5, 9])
 BATCHES = st.sampled_from([(), (3,), (2, 2), (0,)])
-few = settings(max_examples=40, deadline=None, derandomize=True)
+few = settings(max_examples=examples(40), deadline=None, derandomize=True)
 
 
 @st.composite
@@ -27,12 +29,8 @@ def sized_ranks(draw: st.DrawFn) -> tuple[int, int]:
 
 
 def learned(rank: int, n: int, batch: tuple[int, ...] = (), seed: int = 0, dtype: torch.dtype = torch.float64) -> State:
-    """Where twenty bold steps on random pairs lead."""
-    group = SparseLU(rank)
-    Q = group.init(n, batch, dtype=dtype)
-    for t in range(20):
-        Q = group.update(Q, *normal(2, *batch, n, 1, seed=seed + t, dtype=dtype), lr=0.1)
-    return Q
+    """Where bold steps on random pairs lead a sparse LU of that rank."""
+    return learned_by(SparseLU(rank), n, batch, seed, dtype)
 
 
 def factors(rank: int, Q: State) -> tuple[Tensor, Tensor]:
@@ -112,11 +110,11 @@ def test_step_equals_the_papers_formulas(sized, k, seed):
 def test_slopes_are_half_the_derivatives(sized, seed):
     (n, rank), group = sized, SparseLU(sized[1])
     Q, (v, h) = learned(rank, n, seed=seed), normal(2, n, 2, seed=seed)
-    slopes = [e for half in group.slope(Q, group.apply(Q, h), group.solve_t(Q, v)) for e in half]
-    zeros = [torch.zeros_like(e, requires_grad=True) for e in slopes]
+    halves = [e for half in group.half_gradient(Q, group.apply(Q, h), group.solve_t(Q, v)) for e in half]
+    zeros = [torch.zeros_like(e, requires_grad=True) for e in halves]
     moved = group.matrix(group.move(Q, (tuple(zeros[:2]), tuple(zeros[2:]))))
     value = (moved @ h).square().sum() + torch.linalg.solve(moved.mT, v).square().sum()
-    for derivative, e in zip(torch.autograd.grad(value, zeros), slopes, strict=True):
+    for derivative, e in zip(torch.autograd.grad(value, zeros), halves, strict=True):
         torch.testing.assert_close(derivative, 2 * e, rtol=1e-7, atol=1e-7)
 
 
@@ -163,7 +161,7 @@ def test_equivariant_under_uniform_scaling(n, exponent, seed):
 
 
 def test_not_equivariant_under_other_diagonals():
-    """The slope of U depends on the units: what the chapter says, so that a change of it is noticed."""
+    """The half gradient of U depends on the units: what the chapter says, so that a change of it is noticed."""
     group, S = SparseLU(1), torch.tensor([1.0, 4.0, 16.0], dtype=torch.float64)
     Q, (v, h) = group.init(3, dtype=torch.float64), normal(2, 3, 1, seed=1)
     other = (Q[0], group.half.scale_columns(Q[1], 1 / S))
@@ -172,12 +170,12 @@ def test_not_equivariant_under_other_diagonals():
     assert (group.matrix(group.update(other, v / S[:, None], h * S[:, None], 0.1)) - after).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("lr", [0.01, 0.5, 0.999])
-@pytest.mark.parametrize("rank", [0, 1, 3, 6])
-def test_diagonals_stay_positive_for_gradients_of_any_size(rank, lr):
-    """2000 noisy float32 steps on products from 1e-20 to 1e15, member by member."""
+@pytest.mark.parametrize("rank", first(2, [1, 6, 0, 3]))
+def test_diagonals_stay_positive_for_gradients_of_any_size(rank):
+    """2000 noisy float32 steps of three sizes on products from 1e-20 to 1e15, member by member."""
     group, n = SparseLU(rank), 6
-    scales = 10.0 ** torch.arange(-20, 16, 5)[:, None, None]
+    lr = torch.tensor([0.999, 0.5, 0.01]).repeat_interleave(8)
+    scales = 10.0 ** torch.arange(-20, 16, 5).repeat(3)[:, None, None]
     source, Q = torch.Generator().manual_seed(rank), group.init(n, (len(scales),))
     for _ in range(4):
         v, h = torch.randn(2, 500, len(scales), n, 1, generator=source)
@@ -195,7 +193,7 @@ def test_gradients_of_all_sizes_within_one_block():
     """Curvatures from 1e-15 to 1e10 side by side: positive and finite in float32."""
     group = SparseLU(2)
     curvature = 10.0 ** torch.tensor([-5.0, 10.0, 0.0, -15.0, 5.0, -10.0])[:, None]
-    Q, v = group.init(6), normal(3000, 6, 1, seed=0, dtype=torch.float32)
+    Q, v = group.init(6, (3,)), normal(1000, 3, 6, 1, seed=0, dtype=torch.float32)
     for probe in v:
         Q = group.update(Q, probe, curvature * probe, lr=0.1)
     assert all((group.half.diagonal(half) > 0).all() and half[0].isfinite().all() for half in Q)
@@ -207,15 +205,15 @@ def test_ends_of_the_scale_reach_their_optimum(rank, is_dense):
     H = with_spectrum(torch.tensor([3.0, -2.0, 1.0, 0.5, -0.4]).double(), generator=torch.Generator().manual_seed(1))
     problem, source, group = NoisyHessian(H, 0.1), torch.Generator().manual_seed(2), SparseLU(rank)
     moment, Q = problem.second_moment(), group.init(5, dtype=torch.float64)
-    for t in range(3000):
-        Q = group.update(Q, *problem.sample(5, generator=source), lr=0.2 * 0.01 ** (t / 3000))
+    for t in range(1500):
+        Q = group.update(Q, *problem.sample(10, generator=source), lr=0.2 * 0.01 ** (t / 1500))
     ideal = optimal_preconditioner(moment) if is_dense else torch.diag(moment.diagonal().rsqrt())
     P = group.precondition(Q, torch.eye(5, dtype=torch.float64))
     assert expected_criterion(P, moment) < 1.01 * expected_criterion(ideal, moment)
     torch.testing.assert_close(P, ideal, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize("rank", first(1, [2, 0, 1, 3]))
 def test_learns_what_it_can_represent(rank):
     """|H| diagonal plus rank r beside r free rows is reached; with one column fewer it is not."""
     n, source = 8, torch.Generator().manual_seed(3)
@@ -225,8 +223,8 @@ def test_learns_what_it_can_represent(rank):
     for r in {max(rank - 1, 0), rank}:
         group = SparseLU(r)
         Q = group.init(n, dtype=torch.float64)
-        for t in range(1500):
-            Q = group.update(Q, v, H, lr=0.3 * 0.01 ** (t / 1500))
+        for t in range(750):
+            Q = group.update(Q, v, H, lr=0.3 * 0.01 ** (t / 750))
         excess[r] = expected_criterion(group.precondition(Q, v), H @ H) / lowest - 1
     assert excess[rank] < 2e-3
     assert rank == 0 or excess[rank - 1] > 5e-3

@@ -1,14 +1,16 @@
 """Comparisons with tuned step sizes: equal budgets, one rule, and results that are looked up and never guessed."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from psgd_lit.experiments.contest import SEEDS, TUNING_SEED
-from psgd_lit.experiments.methods import METHODS, step_size
+from psgd_lit.experiments.methods import METHODS, PRECONDITIONERS, make_optimizer, step_size
 from psgd_lit.experiments.records import ExperimentError
 from psgd_lit.experiments.runner import CATALOGUE, Result, Run, Store, load_result, load_results
 from psgd_lit.experiments.tuning import (
@@ -45,6 +47,29 @@ def test_budgets_are_equal(problem: str, batch: int, images: int) -> None:
     for share in (1, SHARE):
         costs = [comparison.run(m, 0, 0.1, share).steps * price(m) * batch for m in METHODS]
         assert comparison.images // share - dearest < min(costs) <= max(costs) <= comparison.images // share
+
+
+@given(st.sampled_from(METHODS), st.integers(1, 300), st.sampled_from([1, 3, "log10", "auto"]))
+def test_a_budget_counts_the_steps_that_learn(method: str, budget: int, update_every: int | str) -> None:
+    """One more step would cost more than the budget, and a method without a schedule pays as if there were none."""
+    comparison = Comparison("addition_rnn", batch=5, images=5 * (budget + 3), update_every=update_every)
+    run = comparison.run(method, 0, 0.1)
+    costs = [comparison.cost(method, steps) for steps in (run.steps, run.steps + 1)]
+    assert costs[0] <= budget + 3 < costs[1]
+    assert run.update_every == (update_every if method in PRECONDITIONERS else 1)
+
+
+@pytest.mark.parametrize("update_every", [1, 4, "log10", "auto"])
+def test_costs_are_those_of_the_steps_that_learn(update_every: int | str) -> None:
+    """A preconditioner changes on as many steps as are paid for."""
+    p = torch.tensor([1.0, 2.0], requires_grad=True)
+    optimizer: Any = make_optimizer("dense", [p], 0.01, math.inf, update_every=update_every)
+    fits, seen = 0, ""
+    for _ in range(150):
+        optimizer.step(lambda: (p**4).sum())
+        fits += (state := str(optimizer.state_dict()["state"])) != seen
+        seen = state
+    assert SUMS._replace(update_every=update_every).cost("dense", 150) == 150 + 2 * fits
 
 
 @pytest.mark.parametrize("method", METHODS)

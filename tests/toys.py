@@ -122,5 +122,49 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def forks_with_torch() -> Any:
+    """The kind of processes that ranks are: forks of one that has imported torch for all of them, and done no more."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [
+            "pytest",
+            "torch.distributed.checkpoint.format_utils",
+            "torch.distributed.checkpoint.state_dict",
+            "torch.distributed.fsdp",
+            "torch.distributed.tensor",
+        ]
+    )
+    return context
+
+
 def live_tensors() -> int:
     return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+
+def goes_on_from_its_state(**settings: Any) -> None:
+    """A valley of a matrix is descended, and an optimizer with the loaded state takes the same path to the last bit.
+
+    Args:
+        settings: of PSGD.
+    """
+
+    def made() -> tuple[nn.Parameter, PSGD]:
+        x = nn.Parameter(torch.ones(4, 6, dtype=torch.float64))
+        return x, PSGD([x], 0.1, update_every=1, normalizer="running", **settings)
+
+    weights = torch.logspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    (x, opt), (y, other) = made(), made()
+
+    def loss(z: Tensor) -> Tensor:
+        return (weights * z * z).sum()
+
+    first = float(opt.step(lambda: loss(x)))
+    for _ in range(30):
+        opt.step(lambda: loss(x))
+    other.load_state_dict(opt.state_dict())
+    y.data.copy_(x.data)
+    for _ in range(30):
+        opt.step(lambda: loss(x))
+        other.step(lambda: loss(y))
+    assert torch.equal(x, y)
+    assert float(loss(x.detach())) < 0.05 * first

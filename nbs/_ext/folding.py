@@ -91,7 +91,7 @@ def signature(node: ast.stmt) -> str:
     """The head of a definition, and the first line of its docstring below."""
     match node:
         case ast.FunctionDef(name=name, args=args, returns=returns):
-            result = f" -> {ast.unparse(returns)}" if returns else ""
+            result = f" → {ast.unparse(returns)}" if returns else ""
             head = f"def {name}({ast.unparse(args)}){result}"
             if len(head) > WIDE:
                 head = f"def {name}({', '.join(arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs])})"
@@ -118,7 +118,7 @@ def has_run(cell: Any) -> bool:
 def exported_line(body: list[ast.stmt], lines: int) -> str | None:
     """The line for exported code: of imports alone, and of what is long."""
     if all(isinstance(node, ast.Import | ast.ImportFrom) for node in body):
-        return "imports"
+        return "exported imports"
     return "\n".join(filter(None, map(signature, body))) or None if lines > LONG else None
 
 

@@ -16,8 +16,8 @@ from book_ext import split_directives
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = "nbs/written.json"
-DATA = {"results": "nbs/results", "claims": "nbs/claims.toml", "exhibits": "psgd_lit/exhibits"}
-"""Files that a page may read, by the word without which neither it nor the library can name them."""
+DATA = {"../results": "nbs/results", "claims": "nbs/claims.toml", "exhibits": "psgd_lit/exhibits"}
+"""Files that a page may read, by the words without which neither it nor the library can name them."""
 
 
 def imported(tree: ast.AST, package: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -47,7 +47,7 @@ def file_of(module: tuple[str, ...], root: Path) -> Path | None:
 
 @functools.cache
 def read(path: Path, package: tuple[str, ...], time: int) -> tuple[str, frozenset[tuple[str, ...]]]:
-    """The code of a module without comments, and what it imports.
+    """The code of a module without comments and docstrings, and what it imports.
 
     Args:
         path: of the module.
@@ -55,6 +55,9 @@ def read(path: Path, package: tuple[str, ...], time: int) -> tuple[str, frozense
         time: of the file's last change.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body[:1] = [] if node.body[1:] else [ast.Pass()]
     return ast.unparse(tree), frozenset(imported(tree, package))
 
 

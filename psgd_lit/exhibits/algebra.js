@@ -6,6 +6,13 @@ export function dot(a, b) {
   return sum;
 }
 
+/** The multiple of the identity at which Q starts: P lies between what balances the pair and what fits it. */
+export function firstScale(v, h) {
+  const [a, b] = [v, h].map(x => Math.sqrt(dot(x, x))),
+    cosine = Math.max(Math.abs(dot(v, h)) / (a * b), 1 / Math.sqrt(v.length));
+  return Math.sqrt((a / b) * Math.sqrt(cosine));
+}
+
 export const apply = (M, x) => M.map(row => dot(row, x));
 export const product = (A, B) =>
   A.map(row => {

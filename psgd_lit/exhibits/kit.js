@@ -233,7 +233,7 @@ export function chart(canvas, ink, { title, x: [from, to], y: [low, high], ticks
   c.clip();
   for (const line of lines) {
     const points = line.points.map(([a, b]) => [X(a), Y(b)]);
-    c.globalAlpha = now === undefined ? 1 : 0.22; // what is still to come is faint
+    c.globalAlpha = now === undefined ? 1 : 0.4; // what is still to come is faint
     line.dots ? dots(c, points, line.colour, line.dots) : stroke(c, points, line);
     c.globalAlpha = 1;
     if (now !== undefined)

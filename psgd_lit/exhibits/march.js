@@ -1,5 +1,5 @@
 // The march of the eigenvalues of P H to 1 and -1, probe by probe.
-import { apply, diagonal, dot, eigenvalues, identity, inverse, PATTERNS, product, step, transpose } from "./algebra.js";
+import { apply, diagonal, dot, eigenvalues, firstScale, identity, inverse, PATTERNS, product, step, transpose } from "./algebra.js";
 import { add, agree, chart, difference, inks, mount, normals, player, put, sheet, slider, tell, watch } from "./kit.js";
 
 const N = 6,
@@ -30,8 +30,7 @@ export function march({ step: rate, noise, seed }, probes = PROBES) {
   for (let t = 0; ; t++) {
     const v = Array.from({ length: N }, normal),
       h = apply(H, v).map(x => x + noise * normal());
-    const scale = Math.sqrt(Math.sqrt(dot(v, v)) / Math.sqrt(dot(h, h)));
-    Q ??= diagonal(SPECTRUM.map(() => scale));
+    Q ??= diagonal(v.map(() => firstScale(v, h)));
     matrices.push(product(product(Q, H), transpose(Q)));
     spectra.push(eigenvalues(matrices[t]));
     if (t === probes) return { matrices, spectra };

@@ -1,5 +1,5 @@
 // A race in the plane: PSGD against SGD, momentum, Adam and Newton on a valley, a saddle and Rosenbrock's function.
-import { learn, pair, precondition, times, turned } from "./algebra.js";
+import { firstScale, learn, pair, precondition, times, turned } from "./algebra.js";
 import {
   add,
   agree,
@@ -114,7 +114,7 @@ export function run(method, p, start, { noise, rate, second, steps, seed }) {
     }
     const h = times(H, v).map(x => x + noise * normal());
     if (method === "psgd") {
-      const scale = Math.sqrt(Math.hypot(...v) / Math.hypot(...h));
+      const scale = firstScale(v, h);
       Q ??= [scale, 0, scale];
       d = precondition(Q, g);
       factors.push(Q);
@@ -263,8 +263,8 @@ export function render({ model, el }) {
     }
     if (runs.psgd) drawEllipse(c, to);
     const [X, Y] = to(get("start")),
-      right = X < w - 90;
-    note(c, "drag me", X + (right ? 16 : -16), Y + 4, ink, right ? "left" : "right");
+      place = X < 40 ? "left" : X > w - 40 ? "right" : "center";
+    note(c, "drag me", X, Y < 30 ? Y + 22 : Y - 12, ink, place); // inside the first ellipse
   }
   function drawEllipse(c, to) {
     // { Q^T u, |u| = r } about the point: directions that P stretches are long

@@ -29,7 +29,8 @@ function look(method, ink) {
     scan: mix("psgd", "bg", 62),
     esgd: ink("third"),
   };
-  const dash = unusual.length ? [2, 2 + (unusual.join().length % 5)] : ({ rmsprop: [4, 3], scan: [8, 3], esgd: [9, 3, 2, 3] }[name] ?? []);
+  const mark = [...unusual.join()].reduce((sum, letter) => (31 * sum + letter.charCodeAt(0)) % 997, 0);
+  const dash = unusual.length ? [1 + (mark % 7), 2 + (mark % 3)] : ({ rmsprop: [4, 3], scan: [8, 3], esgd: [9, 3, 2, 3] }[name] ?? []);
   return { colour: colours[name] ?? ink("ink"), dash, width: 1.6 };
 }
 

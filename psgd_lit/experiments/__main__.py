@@ -4,11 +4,12 @@
 __all__ = ['Row', 'planned', 'row_of', 'by_row', 'table', 'provenance', 'comparison', 'pace_of', 'progress', 'list_all', 'run_of',
            'run_one', 'compare', 'report', 'parser', 'main']
 
-# %% ../../nbs/appendix/19_plan.ipynb #93e25a49
+# %% ../../nbs/appendix/19_plan.ipynb #57da7816
 import argparse
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from .bench import add_bench
@@ -175,7 +176,7 @@ def list_all(store: Store, args: argparse.Namespace) -> int:
     print(f"\nmethods: {', '.join(METHODS)}")
     return 0
 
-# %% ../../nbs/appendix/19_plan.ipynb #db2bb4d0
+# %% ../../nbs/appendix/19_plan.ipynb #18daac39
 def run_of(args: argparse.Namespace) -> Run:
     """Return the run that the arguments describe.
 
@@ -188,9 +189,8 @@ def run_of(args: argparse.Namespace) -> Run:
         if not value or name in settings:
             raise ExperimentError(f"--set {text}: say NAME=VALUE, as in lr=0.05, once a name")
         settings[name] = value
-    fields = ("problem", "method", "seed", "steps", "length", "hvp", "update_every", "device")
-    given = {name: getattr(args, name) for name in fields}
-    return Run(**given, settings=settings)
+    given = {field.name: getattr(args, field.name) for field in fields(Run)}
+    return Run(**given | {"settings": settings})
 
 # %% ../../nbs/appendix/19_plan.ipynb #13f2dbe0
 def run_one(store: Store, args: argparse.Namespace) -> int:
@@ -247,7 +247,7 @@ def report(store: Store, args: argparse.Namespace) -> int:
             print(f"python -m psgd_lit.experiments run {run.problem} {options}{extra} --resume")
     return 0
 
-# %% ../../nbs/appendix/19_plan.ipynb #f6527938
+# %% ../../nbs/appendix/19_plan.ipynb #c3af7eb5
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     main = argparse.ArgumentParser(
@@ -266,14 +266,14 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--method", required=True)
     for name in ("seed", "steps", "length"):
         one.add_argument(f"--{name}", type=int, default=0)
-    one.add_argument("--hvp", default="exact", choices=["exact", "approx", "forward"])
+    for name, default in (("hvp", "exact"), ("draw", "torch"), ("device", "cpu")):
+        one.add_argument(f"--{name}", default=default)
     one.add_argument(
         "--update-every",
         type=lambda k: k if k == "log10" else int(k),
         default=1,
         metavar="K|log10",
     )
-    one.add_argument("--device", default="cpu")
     one.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE"
     )

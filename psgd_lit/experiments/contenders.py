@@ -54,22 +54,8 @@ def _psgd(problem: Problem, seed: int, **settings: Any) -> PSGD:
     blocks = affine_blocks(problem.model)
     return PSGD(problem.model.parameters(), blocks=blocks, seed=seed, **settings)
 
-# %% ../../nbs/appendix/17_contenders.ipynb #93f96895
-def _of_torch(name: str) -> Callable[..., Any]:
-    """Return what makes an optimizer of torch."""
-
-    def make(problem: Problem, seed: int, **settings: Any) -> Any:
-        return getattr(torch.optim, name)(problem.model.parameters(), **settings)
-
-    return make
-
 # %% ../../nbs/appendix/17_contenders.ipynb #46e2e5ac
 TIRELESS = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
-
-# %% ../../nbs/appendix/17_contenders.ipynb #cac31eba
-def _needs_quiet(task: Task, problem: Problem) -> str:
-    """Refuse tasks with noise."""
-    return "its line search compares losses, and these are noisy" if task.is_noisy else ""
 
 # %% ../../nbs/appendix/17_contenders.ipynb #0a783819
 class HandOver:
@@ -103,6 +89,20 @@ class HandOver:
             self.current = PreconditionedLBFGS(self.current, **TIRELESS)
         self.left = max(self.left - 1, 0)
         return self.current.step(closure)
+
+# %% ../../nbs/appendix/17_contenders.ipynb #93f96895
+def _of_torch(name: str) -> Callable[..., Any]:
+    """Return what makes an optimizer of torch."""
+
+    def make(problem: Problem, seed: int, **settings: Any) -> Any:
+        return getattr(torch.optim, name)(problem.model.parameters(), **settings)
+
+    return make
+
+# %% ../../nbs/appendix/17_contenders.ipynb #cac31eba
+def _needs_quiet(task: Task, problem: Problem) -> str:
+    """Refuse tasks with noise."""
+    return "its line search compares losses, and these are noisy" if task.is_noisy else ""
 
 # %% ../../nbs/appendix/17_contenders.ipynb #a05dc207
 def _matrices(model: nn.Module) -> list[Tensor]:

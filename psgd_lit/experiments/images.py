@@ -3,12 +3,13 @@
 # %% auto #0
 __all__ = ['View', 'Measure', 'NAME_IT', 'GIVE_IT_BACK', 'PIECE', 'IMAGE_PROBLEMS', 'place', 'warp', 'random_warp',
            'shifted_view', 'plain_view', 'warped_view', 'convolve', 'deconvolve', 'draw_matrices', 'DigitNetwork',
-           'ColourNetwork', 'Autoencoder', 'Question', 'ImageProblem']
+           'ColourNetwork', 'Autoencoder', 'DigitAutoencoder', 'Question', 'ImageProblem']
 
-# %% ../../nbs/evidence/06_images.ipynb #7855dece
+# %% ../../nbs/evidence/06_images.ipynb #4875ba47
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -106,13 +107,18 @@ def shifted_view(images: Tensor, source: torch.Generator | None) -> Tensor:
         top, left = torch.randint(5, (2, count), device=device, generator=source)
     return place(images, top, left, 32).float() / 127.5 - 1
 
-# %% ../../nbs/evidence/06_images.ipynb #15c96eb4
-def plain_view(images: Tensor, source: torch.Generator | None) -> Tensor:
+# %% ../../nbs/evidence/06_images.ipynb #57846095
+def plain_view(images: Tensor, source: torch.Generator | None, middle: float = 128.0) -> Tensor:
     """Return images with colours from -1 to 1, and the same for training and tests.
+
+    Args:
+        images: uint8, of any shape.
+        source: None, or a generator that isn't asked.
+        middle: the byte that becomes zero.
 
     Source: Li 2018, section V.B, Experiment 5; the scale is that of the author's program.
     """
-    return images.float() / 128 - 1
+    return images.float() / middle - 1
 
 # %% ../../nbs/evidence/06_images.ipynb #6497e79e
 def warped_view(images: Tensor, source: torch.Generator | None) -> Tensor:
@@ -230,6 +236,26 @@ class Autoencoder:
             x = deconvolve(theta, x, 4, stride=2, padding=1).tanh()
         return deconvolve(params[5], x, 4, stride=2, padding=1)
 
+# %% ../../nbs/evidence/06_images.ipynb #c64b10be
+class DigitAutoencoder:
+    """The autoencoder for digits of 28 pixels: layers of 300, 100, 30, 100, 300 and 784 numbers.
+
+    Source: the author's program, 2018.
+    """
+
+    def init(self, source: torch.Generator) -> list[Tensor]:
+        """Draw its six matrices."""
+        sizes = [784, 300, 100, 30, 100, 300, 784]
+        return draw_matrices([(n, m + 1) for m, n in pairwise(sizes)], source)
+
+    def __call__(self, params: Sequence[Tensor], x: Tensor) -> Tensor:
+        """Return images of the same shape."""
+        *inner, last = params
+        h = x.flatten(1)
+        for theta in inner:
+            h = (h @ theta[:, :-1].t() + theta[:, -1]).tanh()
+        return (h @ last[:, :-1].t() + last[:, -1]).view_as(x)
+
 # %% ../../nbs/evidence/06_images.ipynb #644dd1ef
 Measure = Callable[[Tensor, Batch], Tensor]
 
@@ -255,7 +281,7 @@ GIVE_IT_BACK = Question(
     error=lambda output, batch: squared_error(output, batch.inputs),
 )
 
-# %% ../../nbs/evidence/06_images.ipynb #0a20a725
+# %% ../../nbs/evidence/06_images.ipynb #4828ff68
 @dataclass(frozen=True)
 class ImageProblem:
     """A question about images, and how large the steps are.
@@ -272,7 +298,7 @@ class ImageProblem:
     """
 
     load: Callable[[torch.device], Images]
-    network: DigitNetwork | ColourNetwork | Autoencoder
+    network: DigitNetwork | ColourNetwork | Autoencoder | DigitAutoencoder
     question: Question
     view: View
     batch: int
@@ -310,7 +336,8 @@ class ImageProblem:
 
 PIECE = 500  # test images that are in memory at once with all their features
 
-# %% ../../nbs/evidence/06_images.ipynb #aac89da2
+# %% ../../nbs/evidence/06_images.ipynb #a9a24b11
+_GREY_VIEW = partial(plain_view, middle=127.5)
 IMAGE_PROBLEMS = {
     "mnist_cnn": ImageProblem(
         partial(kept_images, "mnist"), DigitNetwork(), NAME_IT, shifted_view, 128, 50_000
@@ -320,5 +347,8 @@ IMAGE_PROBLEMS = {
     ),
     "cifar_autoencoder": ImageProblem(
         partial(kept_images, "cifar10"), Autoencoder(), GIVE_IT_BACK, plain_view, 128, 50_000
+    ),
+    "mnist_autoencoder": ImageProblem(
+        partial(kept_images, "mnist"), DigitAutoencoder(), GIVE_IT_BACK, _GREY_VIEW, 128, 50_000
     ),
 }

@@ -24,7 +24,7 @@ from ..optim import PSGD
 from ..regularization import clip_factor
 from ..settings import PAPER
 
-# %% ../../nbs/appendix/14_methods.ipynb #aa2491aa
+# %% ../../nbs/appendix/14_methods.ipynb #e019c027
 class SGD(torch.optim.Optimizer):
     """Stochastic gradient descent with a clipped step.
 
@@ -32,7 +32,7 @@ class SGD(torch.optim.Optimizer):
         params: the parameters, in one group.
         lr: step size.
         max_norm: threshold on the norm of the direction over all parameters.
-        settings: what an heir wants to keep beside them.
+        settings: what a subclass keeps beside them.
 
     Source: Li 2018, section V.A.
     """
@@ -311,7 +311,7 @@ class Step(NamedTuple):
     lr: float
     max_norm: float
 
-# %% ../../nbs/appendix/14_methods.ipynb #ff0b2741
+# %% ../../nbs/appendix/14_methods.ipynb #f6699f33
 _ROWS = {  # SGD, RMSProp, every method with a preconditioner
     "addition_rnn": (Step(0.02, 1.0), 2e-4, Step(0.02, 1.0)),
     "addition_lstm": (Step(0.01, 1.0), 1e-4, Step(0.05, 1.0)),
@@ -320,10 +320,12 @@ _ROWS = {  # SGD, RMSProp, every method with a preconditioner
     "mnist_cnn": (Step(0.05, math.inf), 2e-4, Step(0.02, 10.0)),
     "cifar_cnn": (Step(0.05, math.inf), 5e-4, Step(0.05, 10.0)),
     "cifar_autoencoder": (Step(0.2, math.inf), 2e-4, Step(0.05, math.inf)),
+    "mnist_autoencoder": (Step(0.1, math.inf), 1e-3, Step(0.05, math.inf)),
 }
 _EXCEPTIONS = {
     ("addition_lstm", "dense"): Step(0.02, 1.0),
     ("cifar_autoencoder", "splu"): Step(0.05, 10.0),
+    ("mnist_autoencoder", "splu"): Step(0.05, 10.0),
 }
 
 

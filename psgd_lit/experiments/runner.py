@@ -5,7 +5,7 @@ __all__ = ['CATALOGUE', 'RECORD_EVERY', 'TEST_SAMPLES', 'FINAL_SAMPLES', 'CONFIR
            'Training', 'pack', 'unpack', 'thin', 'Result', 'result_of', 'load_result', 'load_results', 'Store',
            'stop_signals', 'progress_bar', 'train']
 
-# %% ../../nbs/appendix/16_runner.ipynb #468e653d
+# %% ../../nbs/appendix/16_runner.ipynb #6656aab4
 import contextlib
 import json
 import math
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .author import AuthorProblem
 from .images import IMAGE_PROBLEMS
 from psgd_lit.experiments.methods import (
     METHODS,
@@ -82,7 +83,7 @@ class Problem(Protocol):
 
 CATALOGUE: dict[str, Problem] = {**PROBLEMS, **IMAGE_PROBLEMS}
 
-# %% ../../nbs/appendix/16_runner.ipynb #9616509d
+# %% ../../nbs/appendix/16_runner.ipynb #ae3388cf
 @dataclass(frozen=True)
 class Run:
     """The description of a training; what is not said is as the problem wants it.
@@ -96,6 +97,7 @@ class Run:
         hvp: "exact", "approx" or "forward", for methods that want Hessian-vector products.
         update_every: how often a preconditioner learns; a number or "log10".
         device: where.
+        draw: whose start and data: "torch", or for sequences on the CPU "author".
         settings: what is otherwise than the problem and the method want it: "batch", or a setting of the method.
 
     Raises:
@@ -110,13 +112,21 @@ class Run:
     hvp: str = "exact"
     update_every: int | str = 1
     device: str = "cpu"
+    draw: str = "torch"
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for what, known in (("problem", CATALOGUE), ("method", METHODS)):
+        names = {"problem": CATALOGUE, "method": METHODS}
+        names |= {"hvp": ("exact", "approx", "forward"), "draw": ("torch", "author")}
+        for what, known in names.items():
             if (name := getattr(self, what)) not in known:
                 raise ExperimentError(f"unknown {what} {name!r}; there are {', '.join(known)}")
         usual = CATALOGUE[self.problem]
+        if self.draw == "author" and (self.problem not in PROBLEMS or self.device != "cpu"):
+            raise ExperimentError(
+                f"the author's draw is one of {', '.join(PROBLEMS)} on the device cpu, "
+                f"not of {self.problem} on {self.device}"
+            )
         if self.length and usual.length is None:
             raise ExperimentError(f"{self.problem} has no length, and {self.length} was given")
         object.__setattr__(self, "steps", self.steps or usual.steps)
@@ -139,7 +149,8 @@ class Run:
         every = "" if self.update_every == 1 else f"k{self.update_every}"
         device = "" if self.device == "cpu" else self.device.replace(":", "")
         changes = [f"{name}{as_text(value)}" for name, value in self.settings.items()]
-        return "-".join(filter(None, [self.method, hvp, every, *changes, device]))
+        draw = "" if self.draw == "torch" else self.draw
+        return "-".join(filter(None, [self.method, hvp, every, *changes, device, draw]))
 
     @property
     def name(self) -> str:
@@ -149,11 +160,11 @@ class Run:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What files say of it, in text and whole numbers; length and settings only where there are some."""
+        """What files say of it, in text and whole numbers; length, draw and settings only where they are unusual."""
         fields = asdict(self)
         fields["settings"] = {name: as_text(value) for name, value in self.settings.items()}
-        optional = ("length", "settings")
-        return {name: value for name, value in fields.items() if value or name not in optional}
+        usual = {"length": 0, "draw": "torch", "settings": {}}
+        return {n: value for n, value in fields.items() if n not in usual or value != usual[n]}
 
 # %% ../../nbs/appendix/16_runner.ipynb #5b38c9c4
 RECORD_EVERY = 100  # steps, as in the author's program
@@ -189,7 +200,7 @@ def _as_type(batch: Any, dtype: torch.dtype) -> Any:
     parts = (part.to(dtype) if part.is_floating_point() else part for part in batch)
     return type(batch)(*parts)
 
-# %% ../../nbs/appendix/16_runner.ipynb #17d96413
+# %% ../../nbs/appendix/16_runner.ipynb #5eb0e9f3
 class Training:
     """A run in progress.
 
@@ -213,7 +224,8 @@ class Training:
     def __init__(self, run: Run) -> None:
         self.run, self.problem = run, CATALOGUE[run.problem]
         if isinstance(self.problem, SequenceProblem):
-            self.problem = replace(self.problem, length=run.length)
+            kind = AuthorProblem if run.draw == "author" else SequenceProblem
+            self.problem = kind(**vars(self.problem) | {"length": run.length})
         try:
             self.source = torch.Generator(run.device).manual_seed(run.seed)
             usual: dict[str, Any] = {"batch": self.problem.batch, "dtype": "float32"}

@@ -4,17 +4,19 @@
 __all__ = ['GRADIENT_ONLY', 'GRID', 'SHARE', 'COMPARISONS', 'price', 'Comparison', 'tuned', 'standing', 'end', 'is_lower',
            'has_enough', 'bring', 'run_tuned', 'add_tuned', 'trial_row', 'run_row', 'latest_loss']
 
-# %% ../../nbs/evidence/07_mnist.ipynb #3f7006e5
+# %% ../../nbs/evidence/07_mnist.ipynb #2e2600ff
 import argparse
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .contest import SEEDS, TUNING_SEED
-from .methods import METHODS, step_size
+from .methods import METHODS, PRECONDITIONERS, step_size
 from .records import ExperimentError
 from .runner import CATALOGUE, Result, Run, Store, load_results, train
+from ..optim import period
 
 # %% ../../nbs/evidence/07_mnist.ipynb #c3dba1d5
 GRADIENT_ONLY = ("sgd", "rmsprop", "adam")
@@ -30,7 +32,7 @@ def price(method: str) -> int:
         raise ExperimentError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
     return 1 if method in GRADIENT_ONLY else 3  # eq-budget
 
-# %% ../../nbs/evidence/07_mnist.ipynb #01c21a3e
+# %% ../../nbs/evidence/07_mnist.ipynb #139873ba
 GRID = (0.25, 1.0, 4.0)
 SHARE = 4  # how many times longer a run is than a trial
 
@@ -40,13 +42,22 @@ class Comparison(NamedTuple):
 
     Attributes:
         problem: a name in `psgd_lit.experiments.runner.CATALOGUE`.
-        batch: how many images a step sees.
-        images: how many images a run may take gradients of, each as often as it is used.
+        batch: how many of them a step sees.
+        images: how many images or sequences a run may take gradients of, each as often as it is used.
+        update_every: how often a preconditioner learns.
     """
 
     problem: str
     batch: int
     images: int
+    update_every: int | str = 1
+
+    def cost(self, method: str, steps: int) -> int:
+        """Return how many gradients so many steps of a method cost; a step that skips its fit costs one."""
+        if method not in PRECONDITIONERS or self.update_every == 1:
+            return price(method) * steps
+        fits = sum(t % period(self.update_every, t) == 0 for t in range(steps))
+        return steps + (price(method) - 1) * fits  # eq-budget
 
     def run(self, method: str, seed: int, lr: float, share: int = 1) -> Run:
         """Return a run that spends the budget, or a part of it.
@@ -57,9 +68,12 @@ class Comparison(NamedTuple):
             lr: step size.
             share: into how many parts the budget is divided.
         """
-        steps = self.images // (share * self.batch * price(method))
+        every = self.update_every if method in PRECONDITIONERS else 1
+        budget = self.images // (share * self.batch)
+        lengths = range(1, budget + 1)
+        steps = bisect_right(lengths, budget, key=lambda n: self.cost(method, n))
         settings = {"batch": self.batch, "lr": float(f"{lr:.6g}")}
-        return Run(self.problem, method, seed, steps, settings=settings)
+        return Run(self.problem, method, seed, steps, update_every=every, settings=settings)
 
     def trials(self, method: str) -> list[Run]:
         """Return the runs that choose the step size of a method."""
@@ -84,11 +98,15 @@ def tuned(trials: Iterable[Run], results: Iterable[Result]) -> float | None:
     }
     return ends[min(ends)] if ends and len(found) == len(wanted) else None
 
-# %% ../../nbs/evidence/07_mnist.ipynb #6ea23ca9
+# %% ../../nbs/evidence/07_mnist.ipynb #7d5108e9
 COMPARISONS = {
     "mnist": Comparison("mnist_cnn", batch=64, images=76_800),
     "mnist-1024": Comparison("mnist_cnn", batch=1024, images=76_800),
     "autoencoder": Comparison("cifar_autoencoder", batch=64, images=115_200),
+    "autoencoder-1024": Comparison("cifar_autoencoder", batch=1024, images=115_200),
+    "mnist_autoencoder": Comparison("mnist_autoencoder", batch=64, images=192_000),
+    "cifar": Comparison("cifar_cnn", batch=64, images=32_000, update_every="log10"),
+    "delayed_xor": Comparison("xor_lstm", batch=128, images=2_560_000),
 }
 
 # %% ../../nbs/evidence/07_mnist.ipynb #2fd6ab7b

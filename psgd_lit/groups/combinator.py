@@ -30,7 +30,7 @@ def one_for_each(parts: Sequence[Group], shape: Any) -> list[tuple[Group, Any]]:
         )
     return list(zip(parts, shape, strict=True))
 
-# %% ../../nbs/forms/08_combinator.ipynb #559aefb9
+# %% ../../nbs/forms/08_combinator.ipynb #f6c9f128
 @dataclass(frozen=True, init=False, repr=False)
 class Combinator(Group):
     """Matrices that are built from one matrix of each of several groups, the parts.
@@ -112,14 +112,14 @@ class Combinator(Group):
     ) -> Iterator[tuple[Group, State, Tensor, Tensor]]:
         return zip(self.parts, Q, self.views(Q, a), self.views(Q, b), strict=True)
 
-    def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
-        """Return the slope of each part, from what it sees of `a` and `b`."""
+    def half_gradient(self, Q: State, a: Tensor, b: Tensor) -> State:
+        """Return the half gradient of each part, from what it sees of `a` and `b`."""
         seen = self._seen(Q, a, b)
-        return tuple(p.slope(q, a_i, b_i) for p, q, a_i, b_i in seen)  # eq-part-slope
+        return tuple(p.half_gradient(q, a_i, b_i) for p, q, a_i, b_i in seen)  # eq-part-slope
 
     @property
     def maxima(self) -> int:
-        """The number of maxima that divide the slopes of a step, those of all parts."""
+        """The number of maxima that divide the half gradients of a step, those of all parts."""
         return sum(p.maxima for p in self.parts)
 
     def _least(self, least: Tensor) -> Sequence[Tensor]:
@@ -144,6 +144,6 @@ class Combinator(Group):
         states, maxima = zip(*steps, strict=True)
         return states, torch.cat(maxima, -1)
 
-    def balance(self, Q: State, live: Tensor) -> State:
+    def balance(self, Q: State, active: Tensor) -> State:
         """Return Q with each part balanced."""
-        return tuple(p.balance(q, live) for p, q in zip(self.parts, Q, strict=True))
+        return tuple(p.balance(q, active) for p, q in zip(self.parts, Q, strict=True))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .protocol import Group, State, checked_step_size, largest_entry
 
-# %% ../../nbs/forms/01_diagonal.ipynb #fe3f9a99
+# %% ../../nbs/forms/01_diagonal.ipynb #0bc936ea
 @dataclass(frozen=True)
 class Diagonal(Group):
     """Diagonal matrices with positive entries.
@@ -74,12 +74,17 @@ class Diagonal(Group):
         """Return `Q^-T x`, which is `Q^-1 x`."""
         return self.solve(Q, x)
 
-    def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
-        """Return the diagonal of `a a^T - b b^T`, `(*batch, n)`."""
-        return self.slope_of_sums(Q, a + b, a - b)
+    def precondition(self, Q: State, g: Tensor) -> Tensor:
+        """Return `P g`, the second product in the memory of the first."""
+        d = self.diagonal(Q)[..., None]
+        return (d * g).mul_(d)
 
-    def slope_of_sums(self, Q: State, s: Tensor, d: Tensor) -> State:
-        """Return the slope from `s = a + b` and `d = a - b`."""
+    def half_gradient(self, Q: State, a: Tensor, b: Tensor) -> State:
+        """Return the diagonal of `a a^T - b b^T`, `(*batch, n)`."""
+        return self.half_gradient_of_sums(Q, a + b, a - b)
+
+    def half_gradient_of_sums(self, Q: State, s: Tensor, d: Tensor) -> State:
+        """Return the half gradient from `s = a + b` and `d = a - b`."""
         return ((s * d).sum(-1),)  # eq-diagonal-slope
 
     def move(self, Q: State, E: State) -> State:

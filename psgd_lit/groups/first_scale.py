@@ -9,9 +9,12 @@ from torch import Tensor
 
 from .protocol import Group, State, safe_pair
 
-# %% ../../nbs/optimizer/01_first_scale.ipynb #66dcf64a
+# %% ../../nbs/optimizer/01_first_scale.ipynb #8705d4ae
 def first_scale(v: Tensor, h: Tensor) -> Tensor:
-    """Return the s for which s times the identity has the smallest criterion, for each member.
+    """Return the s of which s times the identity is a first Q, for each member.
+
+    Its P is the geometric mean of the length of v over that of h, which balances the pair, and of v^T h over h^T h, its
+    sign left out, which fits it.
 
     Args:
         v: probes, shape `(*batch, n, k)`.
@@ -29,7 +32,10 @@ def first_scale(v: Tensor, h: Tensor) -> Tensor:
     b, _, v_unit, has_probe = safe_pair(met, torch.zeros_like(met))
     tiny = torch.finfo(h.dtype).tiny
     length_h, length_v = (x.square().sum((-2, -1)).sqrt().clamp(min=tiny) for x in (a, b))
-    s = (length_v / length_h).sqrt() * v_unit.sqrt() / h_unit.sqrt()  # eq-first-scale
+    cosine = (a * b).sum((-2, -1)).abs() / length_h / length_v
+    chance = (h != 0).sum((-2, -1)).clamp(min=1).to(cosine.dtype).rsqrt()
+    p = length_v / length_h * torch.maximum(cosine, chance).sqrt()  # eq-first-scale
+    s = p.sqrt() * v_unit.sqrt() / h_unit.sqrt()
     return torch.where(has_product & has_probe, s, 0.0)
 
 # %% ../../nbs/optimizer/01_first_scale.ipynb #c49fd554
@@ -40,9 +46,9 @@ def is_asleep(group: Group, Q: State) -> Tensor:
     """Return whether Q has not met a pair, for each member of the batch."""
     return group.magnitude(Q) < 2 * ASLEEP
 
-# %% ../../nbs/optimizer/01_first_scale.ipynb #c804c67e
+# %% ../../nbs/optimizer/01_first_scale.ipynb #e58f2855
 def begin(group: Group, Q: State, v: Tensor, h: Tensor) -> State:
-    """Return Q with the members that sleep at the best multiple of the identity for this pair.
+    """Return Q with the members that sleep at the multiple of the identity that this pair says.
 
     Args:
         group: the group.

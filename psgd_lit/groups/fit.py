@@ -31,13 +31,13 @@ def peak_decay(normalizer: str) -> float:
         )
     return NORMALIZERS[normalizer]
 
-# %% ../../nbs/learning/04_fit.ipynb #ce774e56
+# %% ../../nbs/learning/04_fit.ipynb #81b9b3e5
 class Fit(NamedTuple):
     """What has been learned and what is remembered of the pairs, for each member of a batch.
 
     Attributes:
         Q: the state of a group.
-        peaks: roots of the largest slopes, `(*batch, maxima)`, one for each maximum of the group.
+        peaks: roots of the largest half gradients, `(*batch, maxima)`, one for each maximum of the group.
         share: the part of the pairs that met a coordinate, `(*batch, n)`.
         pairs: the number of pairs so far, `(*batch,)`.
     """
@@ -80,7 +80,7 @@ def updated_share(fit: Fit, met: Tensor, counts: Tensor) -> Tensor:
     weight = (met.shape[-1] / fit.pairs).clamp(_FORGETTING, 1.0) * counts
     return fit.share.lerp(met.mean(-1), weight[..., None])  # eq-share
 
-# %% ../../nbs/learning/04_fit.ipynb #00317686
+# %% ../../nbs/learning/04_fit.ipynb #73d19e3a
 def learn(
     group: Group,
     fit: Fit,
@@ -98,7 +98,7 @@ def learn(
         v: probes.
         h: their products; a coordinate whose product is exactly 0 is not met, and not moved by this pair.
         lr: normalised step size in (0, 1); a tensor may hold one for each member.
-        normalizer: what a slope is divided by: "running", a decaying maximum over the pairs so far, or "pair", the
+        normalizer: what a half gradient is divided by: "running", a decaying maximum over the pairs so far, or "pair", the
             maximum of this pair alone, as in the paper.
         trusted: booleans that broadcast to the batch, or None for all; members without trust keep their bits.
 

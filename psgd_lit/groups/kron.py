@@ -91,7 +91,7 @@ def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `2^exponent` for integer exponents, exact over the whole range of the dtype."""
     return power_below(torch.exp2(exponent.to(dtype) + 0.5))
 
-# %% ../../nbs/forms/03_kron.ipynb #36f70dc7
+# %% ../../nbs/forms/03_kron.ipynb #9060b581
 @dataclass(frozen=True, init=False, repr=False)
 class Kron(Combinator):
     """Kronecker products of matrices of any groups, one for each dimension of a block.
@@ -145,13 +145,13 @@ class Kron(Combinator):
         """Return the product of the factors' magnitudes."""
         return reduce(mul, (f.magnitude(q) for f, q in zip(self.factors, Q, strict=True)))
 
-    def balance(self, Q: State, live: Tensor) -> State:
+    def balance(self, Q: State, active: Tensor) -> State:
         """Return Q with the binary exponents of the factors' magnitudes levelled, and the factors balanced."""
         magnitudes = torch.stack([f.magnitude(q) for f, q in zip(self.factors, Q, strict=True)])
-        shifts = shifts_in_range(torch.frexp(magnitudes).exponent, magnitudes.dtype) * live
+        shifts = shifts_in_range(torch.frexp(magnitudes).exponent, magnitudes.dtype) * active
         powers = power_of_two(shifts, magnitudes.dtype)
         Q = tuple(f.scale(q, c) for f, q, c in zip(self.factors, Q, powers, strict=True))
-        return super().balance(Q, live)
+        return super().balance(Q, active)
 
     def matrix(self, Q: State) -> Tensor:
         """Return the Kronecker product of the factors' matrices."""

@@ -69,12 +69,12 @@ def checked_step_size(lr: float | Tensor, dtype: torch.dtype) -> float | Tensor:
         raise ValueError(f"the step size of a preconditioner lies in (0, 1), and {lr} does not")
     return min(lr, largest)
 
-# %% ../../nbs/learning/01_lie.ipynb #9e480518
+# %% ../../nbs/learning/01_lie.ipynb #987d7ead
 def step_rate(lr: float | Tensor, largest: Tensor, least: Tensor) -> Tensor:
-    """Return `-lr / max(largest, least)`, of the shape of both; a slope of zeros stays one."""
+    """Return `-lr / max(largest, least)`, of the shape of both; a half gradient of zeros stays one."""
     return -lr / (largest.maximum(least) + torch.finfo(largest.dtype).tiny)  # eq-step
 
-# %% ../../nbs/learning/01_lie.ipynb #347f64ca
+# %% ../../nbs/learning/01_lie.ipynb #401faa43
 class Group(ABC):
     """Matrices Q that keep their form when they are moved, with the means to learn P = Q^T Q on them.
 
@@ -124,7 +124,7 @@ class Group(ABC):
         """Return `Q^-T x`, by substitution."""
 
     @abstractmethod
-    def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
+    def half_gradient(self, Q: State, a: Tensor, b: Tensor) -> State:
         """Return E, half the criterion's derivative along `move`, from `a = Q h` and `b = Q^-T v`."""
 
     @abstractmethod
@@ -143,20 +143,20 @@ class Group(ABC):
     def matrix(self, Q: State) -> Tensor:
         """Return Q as a dense matrix, `(*batch, n, n)`, written from the state: the oracle of the tests."""
 
-    def balance(self, Q: State, live: Tensor) -> State:
-        """Return Q with scale moved, by powers of two, between the factors of live members; here there is one."""
+    def balance(self, Q: State, active: Tensor) -> State:
+        """Return Q with scale moved, by powers of two, between the factors of active members; here there is one."""
         return Q
 
     @property
     def maxima(self) -> int:
-        """The number of maxima that divide the slopes of a step, here one."""
+        """The number of maxima that divide the half gradients of a step, here one."""
         return 1
 
     def descent(self, E: State, lr: float | Tensor, least: Tensor) -> tuple[State, Tensor]:
         """Return `-lr E / max(max|E|, least)` and `max|E|`, with one maximum for each member over all of E.
 
         Args:
-            E, lr: the slope, and the normalised step size.
+            E, lr: the half gradient, and the normalised step size.
             least: what is divided by at least, shape `(*batch, maxima)`; the second result has its shape.
         """
         largest = largest_entry(E, least.dim() - 1)
@@ -164,33 +164,33 @@ class Group(ABC):
         moves = tuple(rate.reshape(rate.shape + (1,) * (e.dim() - rate.dim())) * e for e in E)
         return moves, largest[..., None]
 
-    def slope_of_sums(self, Q: State, s: Tensor, d: Tensor) -> State:
-        """Return the slope from `s = a + b` and `d = a - b`."""
-        return self.slope(Q, (s + d) / 2, (s - d) / 2)
+    def half_gradient_of_sums(self, Q: State, s: Tensor, d: Tensor) -> State:
+        """Return the half gradient from `s = a + b` and `d = a - b`."""
+        return self.half_gradient(Q, (s + d) / 2, (s - d) / 2)
 
     def step_of_sums(
         self, Q: State, s: Tensor, d: Tensor, lr: float | Tensor, least: Tensor
     ) -> tuple[State, Tensor]:
-        """Return Q after one step down the slope, without guards, and the maxima; a faster equal may override it.
+        """Return Q after one step down the half gradient, without guards, and the maxima; a faster equal may override it.
 
         Args:
             Q, lr, least: as in `move` and `descent`.
             s, d: the sum and the difference of a and b, `a + b` and `a - b`.
         """
-        E, maxima = self.descent(self.slope_of_sums(Q, s, d), lr, least)
+        E, maxima = self.descent(self.half_gradient_of_sums(Q, s, d), lr, least)
         return self.move(Q, E), maxima  # eq-move
 
     def step_with_peaks(
         self, Q: State, peaks: Tensor, a: Tensor, b: Tensor, lr: float | Tensor, decay: float
     ) -> tuple[State, Tensor]:
-        """Take a step that divides by the largest slope of this pair or of earlier ones, as far as they are remembered.
+        """Take a step that divides by the largest half gradient of this pair or of earlier ones, as far as they are remembered.
 
         Args:
             Q: the state.
-            peaks: roots of the largest slopes so far, in the unit of a and b, shape `(*batch, maxima)`.
+            peaks: roots of the largest half gradients so far, in the unit of a and b, shape `(*batch, maxima)`.
             a, b: `Q h` and `Q^-T v`, shape `(*batch, n, k)` each.
             lr: normalised step size in (0, 1); a tensor may hold one for each member.
-            decay: what a remembered slope is multiplied by at each step, in [0, 1]; 0 forgets them. A peak that is
+            decay: what a remembered half gradient is multiplied by at each step, in [0, 1]; 0 forgets them. A peak that is
                 remembered grows at most tenfold in a step.
 
         Returns:
@@ -200,14 +200,14 @@ class Group(ABC):
             ValueError: if a number `lr` is outside (0, 1).
         """
         lr = checked_step_size(lr, a.dtype)
-        a, b, unit, live = safe_pair(a, b)
+        a, b, unit, active = safe_pair(a, b)
         old = decay**0.5 * peaks
-        least = (old / unit[..., None]).square()
+        least = (old / unit[..., None]).square() if decay else old
         after, maxima = self.step_of_sums(Q, a + b, a - b, lr, least)
         new = maxima.nan_to_num(0.0, 0.0).sqrt() * unit[..., None]
         if decay:
             new = torch.where(old > 0, new.clamp(old, 10 * old), new)
-        return self.balance(after, live), torch.where(live[..., None], new, peaks)
+        return self.balance(after, active), torch.where(active[..., None], new, peaks)
 
     def step(self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor) -> State:
         """Take one normalised step of relative gradient descent on the criterion: `step_with_peaks` without any."""
@@ -228,7 +228,7 @@ class Group(ABC):
         return self.step_with_peaks(Q, peaks, self.apply(Q, h), self.solve_t(Q, v), lr, decay)
 
     def precondition(self, Q: State, g: Tensor) -> Tensor:
-        """Return `P g = Q^T Q g` for k gradients at once, `(*batch, n, k)`."""
+        """Return `P g = Q^T Q g` for k gradients at once, `(*batch, n, k)`, a new tensor."""
         return self.apply_t(Q, self.apply(Q, g))
 
     def product(self, Q: State) -> State:

@@ -3,17 +3,17 @@
 # %% auto #0
 __all__ = ['SparseLU']
 
-# %% ../../nbs/forms/07_sparse_lu.ipynb #e29a7448
+# %% ../../nbs/forms/07_sparse_lu.ipynb #746ef1f2
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .bordered import Bordered, bordered_difference, bordered_step
+from .bordered import Bordered, bordered_difference, bordered_step, side_by_side
 from .protocol import Group, State, largest_entry, power_below
 
-# %% ../../nbs/forms/07_sparse_lu.ipynb #bbb84116
+# %% ../../nbs/forms/07_sparse_lu.ipynb #eed98cab
 @dataclass(frozen=True)
 class SparseLU(Group):
     """Products `Q = L U` of two sparse triangular matrices with positive diagonals.
@@ -79,27 +79,27 @@ class SparseLU(Group):
         """Return `L^-T U^-T x`."""
         return self.half.solve_t(Q[0], self.half.solve(Q[1], x))
 
-    def slope(self, Q: State, a: Tensor, b: Tensor) -> State:
-        """Return the slopes of L and of U^T, `a a^T - b b^T` and `h (P h)^T - P^-1 v v^T` on the pattern."""
+    def half_gradient(self, Q: State, a: Tensor, b: Tensor) -> State:
+        """Return the half gradients of L and of U^T, `a a^T - b b^T` and `h (P h)^T - P^-1 v v^T` on the pattern."""
         Ph, h = self.apply_t(Q, a), self.solve(Q, a)
         Pinv_v, v = self.solve(Q, b), self.apply_t(Q, b)
         E_U = bordered_difference(h, Ph, Pinv_v, v, self.rank)
-        return (self.half.slope(Q[0], a, b), E_U)  # eq-splu-slopes
+        return (self.half.half_gradient(Q[0], a, b), E_U)  # eq-splu-slopes
 
     def step_of_sums(
         self, Q: State, s: Tensor, d: Tensor, lr: float | Tensor, least: Tensor
     ) -> tuple[State, Tensor]:
-        """Return the protocol's step without making the slopes, from `s = a + b` and `d = a - b`."""
-        u, w = torch.cat([s, d], -1) / 2, torch.cat([d, s], -1)
-        left, right = (u, self.solve(Q, u)), (w, self.apply_t(Q, w))  # eq-splu-slopes
-        each = zip(Q, left, right, least.unbind(-1), strict=True)
-        steps = (bordered_step(q, x, y, lr, m) for q, x, y, m in each)
+        """Return the protocol's step without making the half gradients, from `s = a + b` and `d = a - b`."""
+        u, w = (s / 2, d / 2), (d, s)  # each alone, for thin products are slow
+        solved, turned = ([f(Q, x) for x in z] for f, z in ((self.solve, u), (self.apply_t, w)))
+        left, right = ([side_by_side(*x) for x in z] for z in ((u, solved), (w, turned)))
+        steps = map(bordered_step, Q, left, right, (lr, lr), least.unbind(-1))  # eq-splu-slopes
         states, maxima = zip(*steps, strict=True)
         return states, torch.stack(maxima, -1)
 
     @property
     def maxima(self) -> int:
-        """The number of maxima that divide the slopes of a step, one for L and one for U."""
+        """The number of maxima that divide the half gradients of a step, one for L and one for U."""
         return 2
 
     def descent(self, E: State, lr: float | Tensor, least: Tensor) -> tuple[State, Tensor]:
@@ -114,14 +114,11 @@ class SparseLU(Group):
         """Return `(I + E_L) L` and `U (I + E_U)`."""
         return tuple(self.half.move(q, e) for q, e in zip(Q, E, strict=True))  # eq-splu-move
 
-    def balance(self, Q: State, live: Tensor) -> State:
+    def balance(self, Q: State, active: Tensor) -> State:
         """Return Q with the binary exponents of the diagonals of L and U levelled, index by index."""
         left, right = (power_below(self.half.diagonal(q)).sqrt() for q in Q)
-        c = torch.where(live[..., None], power_below(left / right), 1.0)
-        return (
-            self.half.scale_columns(Q[0], 1 / c),
-            self.half.scale_columns(Q[1], c),
-        )  # eq-splu-balance
+        c = torch.where(active[..., None], power_below(left / right), 1.0)
+        return tuple(map(self.half.scale_columns, Q, (1 / c, c)))  # eq-splu-balance
 
     def scale(self, Q: State, c: Tensor) -> State:
         """Return `c Q`, by L."""
