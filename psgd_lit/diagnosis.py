@@ -4,7 +4,7 @@
 __all__ = ['LARGEST_DENSE', 'MARGIN', 'candidates', 'Quality', 'quality_of', 'step_seconds', 'state_bytes', 'StepCost',
            'step_costs', 'table', 'Report', 'doctor']
 
-# %% ../nbs/appendix/11_doctor.ipynb #b6f53130
+# %% ../nbs/appendix/11_doctor.ipynb #e64a2e29
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -435,7 +435,7 @@ class _Visit:
                 self.left_out.append(f"times of {name}: no time for three rounds")
         return found
 
-# %% ../nbs/appendix/11_doctor.ipynb #3b7b46c6
+# %% ../nbs/appendix/11_doctor.ipynb #630be347
 def _checked(model: Any, loss: Any, seconds: float, **counts: Any) -> dict[Tensor, str]:
     """Return the names of the trainable parameters, or raise an error that says what is wrong."""
     if not isinstance(model, nn.Module):
