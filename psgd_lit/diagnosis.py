@@ -286,10 +286,13 @@ class Report:
     left_out: tuple[str, ...] = ()
 
     def about_loss(self) -> str:
-        """Return what was found of the loss, and the scales to start at."""
+        """Return what was found of the loss, and the scales of a first pair."""
         lines = [f"{self.model}; loss {self.condition.loss:.3g}"]
         lines += [f"! {finding}" for finding in self.condition.findings]
-        lines += [f'hvp="{hvp}": init_scale {scale:.2g}' for hvp, scale in self.scales.items()]
+        lines += [
+            f'hvp="{hvp}": in balance at init_scale {scale:.2g}; "auto" asks each block'
+            for hvp, scale in self.scales.items()
+        ]
         return "\n".join(lines)
 
     def about_products(self) -> str:

@@ -299,8 +299,11 @@ def time_parts(model: str, rounds: int) -> dict[str, Any]:
     case = Case(params, lambda: problem.loss(*data), len(data))
     contender = METHODS["exact"]
     optimizer = contender.make(problem, 0, **contender.settings)
+    parts = parts_of(case, optimizer)
+    buckets = [bucket for _, bucket in optimizer.buckets.active(dict.fromkeys(params))]
+    parts["kept product"] = torch.no_grad()(lambda: [b.group.product(b.Q) for b in buckets])
     with sdpa_kernel(SDPBackend.MATH):
-        return summary(time_in_turn(parts_of(case, optimizer), rounds), "gradient")
+        return summary(time_in_turn(parts, rounds), "gradient")
 
 # %% ../../nbs/optimizer/09_bench.ipynb #80d2b3f9
 def bench_model(
