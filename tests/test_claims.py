@@ -15,7 +15,7 @@ from ledger import CLAIMS, DEFINITION, FINDINGS, KINDS, READ, WORDS, Claim, Find
 from nbformat import v4
 from test_pages import html_of, soup_of
 
-from psgd_lit.claims import MIME, UNTRIED, VERDICTS, verdict
+from psgd_lit.claims import MIME, UNDECIDED, UNTRIED, VERDICTS, verdict
 
 EQUATIONS = {str(number) for number in range(1, 21)}
 FIGURES = {str(number) for number in range(1, 6)}
@@ -255,7 +255,7 @@ def unknown(page: Page, ledger: Ledger) -> Iterator[str]:
                 yield f"{cell}: no claim has the id {name!r}; add it to nbs/claims.toml"
             elif ledger.by_id[name].used:
                 yield f"{cell}: {name} is a definition, and nothing to judge"
-            if word not in (*VERDICTS, UNTRIED):
+            if word not in (*VERDICTS, UNDECIDED):
                 yield f"{cell}: {word!r} is no verdict"
             if word != VERDICTS[0] and not note:
                 yield f"{cell}: {name} is {word}, and the note should say why"
@@ -453,8 +453,8 @@ def test_weakest_verdict_counts() -> None:
     claims = [Claim("a", "sentence", "I", "It holds."), Claim("b", "erratum", "I", "It errs.", read="the paper")]
     claims.append(Claim("c", "equation", "I", "It is called so.", used="chap-x"))
     assert [Ledger(tuple(claims), {}, ()).word(claim) for claim in claims] == [UNTRIED, READ, DEFINITION]
-    thin = (Finding("a", UNTRIED, "One seed.", "chap-x", "X"), Finding("a", VERDICTS[1], "So.", "chap-y", "Y"))
-    assert [Ledger(tuple(claims), {}, thin[:n]).word(claims[0]) for n in (1, 2)] == [UNTRIED, VERDICTS[1]]
+    thin = (Finding("a", UNDECIDED, "One seed.", "chap-x", "X"), Finding("a", VERDICTS[1], "So.", "chap-y", "Y"))
+    assert [Ledger(tuple(claims), {}, thin[:n]).word(claims[0]) for n in (1, 2)] == [UNDECIDED, VERDICTS[1]]
     for words in (VERDICTS[:2], VERDICTS[1::-1], VERDICTS):
         found = tuple(Finding("b", word, "", "chap-x", "X") for word in words)
         assert Ledger(tuple(claims), {}, found).word(claims[1]) == max(words, key=WORDS.index)

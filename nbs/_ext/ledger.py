@@ -20,7 +20,7 @@ from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 from writer import ROOT, pages
 
-from psgd_lit.claims import MIME, UNTRIED, VERDICTS
+from psgd_lit.claims import MIME, UNDECIDED, UNTRIED, VERDICTS
 
 CLAIMS = ROOT / "nbs" / "claims.toml"
 NUMBERED = {"equation": "Equation ({})", "table": "Table {}", "figure": "Figure {}"}
@@ -28,7 +28,7 @@ FINDINGS = {"erratum": "Errata", "contradiction": "Contradictions", "observation
 KINDS = (*NUMBERED, "sentence", *FINDINGS)
 """The kinds of claims: those of the paper, with a number or without, and ours about the paper."""
 DEFINITION, READ = "definition", "found by reading"
-WORDS = (*VERDICTS, UNTRIED, DEFINITION, READ)
+WORDS = (*VERDICTS, UNDECIDED, UNTRIED, DEFINITION, READ)
 """What a row of the ledger can say; definitions and what was found by reading have no verdict, nothing is computed."""
 
 
@@ -103,10 +103,11 @@ class Ledger:
         return [finding for finding in self.findings if finding.claim == claim.id]
 
     def word(self, claim: Claim) -> str:
-        """The weakest verdict on a claim, or what stands there without any."""
-        found = [finding.verdict for finding in self.on(claim) if finding.verdict != UNTRIED]
-        without = DEFINITION if claim.used else READ if claim.read else UNTRIED
-        return max(found, key=VERDICTS.index) if found else without
+        """The weakest verdict on a claim of those that decide, or what stands there without any."""
+        found = {finding.verdict for finding in self.on(claim)}
+        if found & {*VERDICTS}:
+            return max(found & {*VERDICTS}, key=VERDICTS.index)
+        return UNDECIDED if found else DEFINITION if claim.used else READ if claim.read else UNTRIED
 
     def parts(self) -> Iterator[tuple[str, list[Claim]]]:
         """The claims by heading: the paper's sections, then what was found about the paper."""
