@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# %% ../nbs/appendix/02_claims.ipynb #f207cd13
+# %% ../nbs/appendix/02_claims.ipynb #6f548f38
 VERDICTS = ("holds", "holds with a change", "not reproduced")
 """What a chapter can find, the strongest first."""
 
@@ -77,7 +77,7 @@ def _truth(condition: Any) -> bool:
         )
     return is_true
 
-# %% ../nbs/appendix/02_claims.ipynb #643f1723
+# %% ../nbs/appendix/02_claims.ipynb #9f724509
 def verdict(
     claim: str, *, holds: Any, changed: Any = False, enough: Any = True, note: str = ""
 ) -> Verdict:

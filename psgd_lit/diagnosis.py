@@ -258,7 +258,7 @@ def table(rows: Sequence[Sequence[str | float | None]]) -> str:
     ]
     return "\n".join(line.rstrip() for line in lines)
 
-# %% ../nbs/appendix/11_doctor.ipynb #e1519197
+# %% ../nbs/appendix/11_doctor.ipynb #937f8793
 @dataclass(frozen=True, repr=False)
 class Report:
     """What `doctor` has found; `str` and `repr` are its tables.
