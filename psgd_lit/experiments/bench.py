@@ -299,10 +299,10 @@ def time_parts(model: str, rounds: int) -> dict[str, Any]:
     case = Case(params, lambda: problem.loss(*data), len(data))
     contender = METHODS["exact"]
     optimizer = contender.make(problem, 0, **contender.settings)
-    parts = parts_of(case, optimizer)
-    buckets = [bucket for _, bucket in optimizer.buckets.active(dict.fromkeys(params))]
-    parts["kept product"] = torch.no_grad()(lambda: [b.group.product(b.Q) for b in buckets])
     with sdpa_kernel(SDPBackend.MATH):
+        parts = parts_of(case, optimizer)
+        buckets = [bucket for _, bucket in optimizer.buckets.active(dict.fromkeys(params))]
+        parts["kept product"] = torch.no_grad()(lambda: [b.group.product(b.Q) for b in buckets])
         return summary(time_in_turn(parts, rounds), "gradient")
 
 # %% ../../nbs/optimizer/09_bench.ipynb #80d2b3f9
