@@ -285,7 +285,7 @@ def held_by(step: Callable[[], Any], optimizer: Any) -> dict[str, int | None]:
         step()
     return {"peak": memory.peak, "state": state_bytes(optimizer)}
 
-# %% ../../nbs/optimizer/09_bench.ipynb #b6d98513
+# %% ../../nbs/optimizer/09_bench.ipynb #ad4ea9a4
 def time_parts(model: str, rounds: int) -> dict[str, Any]:
     """Return the times of the parts of a step of PSGD, as ratios to a gradient.
 
