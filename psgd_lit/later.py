@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['window_of', 'seen_through', 'Sampled', 'caught_up', 'quadratic_move', 'towards_symmetry', 'Symmetric', 'InverseFree']
 
-# %% ../nbs/optimizer/10_later_updates.ipynb #442cbcd8
+# %% ../nbs/optimizer/10_later_updates.ipynb #fbb7a7f6
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from torch import Tensor
 from .groups.diagonal import Diagonal
 from .groups.kron import Kron, act_along, unfold
 from .groups.protocol import Group, State, largest_entry, safe_pair, step_rate
+from .groups.triangular import Triangular
 
 # %% ../nbs/optimizer/10_later_updates.ipynb #a5b70c36
 def window_of(n: int, share: float, count: Tensor) -> Tensor:
@@ -227,7 +228,7 @@ def towards_symmetry(Q: Tensor) -> Tensor:
     rotated: Tensor = Q + angle * (RQ + angle / 2 * RRQ)
     return rotated
 
-# %% ../nbs/optimizer/10_later_updates.ipynb #b2243677
+# %% ../nbs/optimizer/10_later_updates.ipynb #8d565b06
 @dataclass(frozen=True)
 class Symmetric(Group):
     """Positive definite Q that stay symmetric, by "quad", or nearly so, by "procrustes"; a set, and no group.
@@ -260,16 +261,9 @@ class Symmetric(Group):
         if self.rule not in ("quad", "procrustes"):
             raise ValueError(f'rule must be "quad" or "procrustes", not {self.rule!r}')
 
-    def init(
-        self,
-        shape: int,
-        batch: tuple[int, ...] = (),
-        *,
-        dtype: torch.dtype | None = None,
-        device: Any = None,
-    ) -> State:
-        """Return the identity, `(*batch, shape, shape)`."""
-        return (torch.eye(shape, dtype=dtype, device=device).repeat(*batch, 1, 1),)
+    def init(self, shape: int, batch: tuple[int, ...] = (), **kind: Any) -> State:
+        """Return the identity, `(*batch, shape, shape)`, as a triangle has it."""
+        return Triangular().init(shape, batch, **kind)
 
     def numel(self, shape: int) -> int:
         """Return `n (n + 1) / 2`, or `n^2` for "procrustes", whose Q is only nearly symmetric."""

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['small_matrix', 'low_rank_solve', 'spectral_bound', 'start_axes', 'is_safe', 'LowRank']
 
-# %% ../nbs/optimizer/11_low_rank.ipynb #bda8b649
+# %% ../nbs/optimizer/11_low_rank.ipynb #a1330dad
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .groups.bordered import Bordered
 from .groups.protocol import Group, State, largest_entry, step_rate
 
 # %% ../nbs/optimizer/11_low_rank.ipynb #ca432bcd
@@ -73,7 +74,7 @@ def is_safe(U: Tensor, V: Tensor) -> Tensor:
     safe: Tensor = growth < torch.finfo(A.dtype).eps ** -0.5
     return safe
 
-# %% ../nbs/optimizer/11_low_rank.ipynb #e5573e12
+# %% ../nbs/optimizer/11_low_rank.ipynb #15ec758f
 @dataclass(frozen=True)
 class LowRank(Group):
     """Matrices `(I + U V^T) diag(d)` with thin U and V, which move in turn; a group for each V, and for each U.
@@ -101,10 +102,7 @@ class LowRank(Group):
     rank: int = 10
 
     def __post_init__(self) -> None:
-        if type(self.rank) is not int:
-            raise TypeError(f"the rank is an int, and {self.rank!r} is not")
-        if self.rank < 0:
-            raise ValueError(f"the rank is at least 0, and {self.rank} is not")
+        Bordered(self.rank)  # raises for a bad rank
 
     def init(self, shape: int, batch: tuple[int, ...] = (), **kind: Any) -> State:
         """Return the identity for vectors of `shape` entries: U is 0 and V isn't."""

@@ -162,3 +162,13 @@ def plain_step(group: Group, Q: State, a: Tensor, b: Tensor, lr: float | Tensor,
     """One step by the formula, with the half gradient made and no sums or differences."""
     E, maxima = group.descent(group.half_gradient(Q, a, b), lr, least)
     return group.move(Q, E), maxima
+
+
+def assert_acts_as_its_matrix(group: Group, Q: State, x: Tensor, **close: float) -> None:
+    """All four actions and P are those of the dense matrix, which solves by being multiplied back."""
+    dense = group.matrix(Q)
+    torch.testing.assert_close(group.apply(Q, x), dense @ x, **close)
+    torch.testing.assert_close(group.apply_t(Q, x), dense.mT @ x, **close)
+    torch.testing.assert_close(dense @ group.solve(Q, x), x, **close)
+    torch.testing.assert_close(dense.mT @ group.solve_t(Q, x), x, **close)
+    torch.testing.assert_close(group.precondition(Q, x), dense.mT @ dense @ x, **close)

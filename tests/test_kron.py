@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from expressions import learned, normal, same_bits
+from expressions import assert_acts_as_its_matrix, learned, normal, same_bits
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from quick import examples
@@ -110,11 +110,7 @@ def test_actions_equal_the_dense_matrix(case, batch, k, seed, dtype):
     assert group.size(Q) == n
     assert dense.shape == (*batch, n, n)
     assert all(leaf.dtype == dtype for leaf in leaves(Q))
-    torch.testing.assert_close(group.apply(Q, x), dense @ x, **close)
-    torch.testing.assert_close(group.apply_t(Q, x), dense.mT @ x, **close)
-    torch.testing.assert_close(dense @ group.solve(Q, x), x, **close)
-    torch.testing.assert_close(dense.mT @ group.solve_t(Q, x), x, **close)
-    torch.testing.assert_close(group.precondition(Q, x), dense.mT @ dense @ x, **close)
+    assert_acts_as_its_matrix(group, Q, x, **close)
 
 
 @some

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from expressions import assert_acts_as_its_matrix
 from torch import Tensor
 from toys import fill, generator, goes_on_from_its_state, loss_of, network, states
 
@@ -37,13 +38,8 @@ def learned(form: Group, batch: tuple[int, ...] = (3,), fits: int = 20, lr: floa
 @EVERY_FORM
 def test_actions_equal_the_dense_oracle(form: Group) -> None:
     Q, x = learned(form), torch.randn(3, 24, 2, dtype=torch.float64, generator=generator(2))
-    dense = form.matrix(Q)
     close = {"rtol": 1e-8, "atol": 1e-8}
-    torch.testing.assert_close(form.apply(Q, x), dense @ x, **close)
-    torch.testing.assert_close(form.apply_t(Q, x), dense.mT @ x, **close)
-    torch.testing.assert_close(dense @ form.solve(Q, x), x, **close)
-    torch.testing.assert_close(dense.mT @ form.solve_t(Q, x), x, **close)
-    torch.testing.assert_close(form.precondition(Q, x), dense.mT @ dense @ x, **close)
+    assert_acts_as_its_matrix(form, Q, x, **close)
 
 
 @EVERY_FORM

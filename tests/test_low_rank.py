@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from expressions import assert_acts_as_its_matrix
 from torch import Tensor
 from toys import generator, goes_on_from_its_state
 
@@ -36,11 +37,7 @@ def test_actions_equal_the_dense_oracle(rank: int) -> None:
     form = LowRank(rank)
     Q, (x, _) = learned(form), pairs(k=2)
     dense, close = form.matrix(Q), {"rtol": 1e-8, "atol": 1e-8}
-    torch.testing.assert_close(form.apply(Q, x), dense @ x, **close)
-    torch.testing.assert_close(form.apply_t(Q, x), dense.mT @ x, **close)
-    torch.testing.assert_close(dense @ form.solve(Q, x), x, **close)
-    torch.testing.assert_close(dense.mT @ form.solve_t(Q, x), x, **close)
-    torch.testing.assert_close(form.precondition(Q, x), dense.mT @ dense @ x, **close)
+    assert_acts_as_its_matrix(form, Q, x, **close)
     diagonal = dense.diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(form.magnitude(Q), diagonal.abs().amax(-1), **close)
     assert sum(x.numel() for x in form.init(SIZE)[:3]) == form.numel(SIZE)
