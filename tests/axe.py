@@ -22,18 +22,24 @@ STILL = "*, *::before, *::after { transition: none !important; animation: none !
 
 THIN = """() => {
   document.querySelectorAll("details").forEach(e => { e.open = true });
-  const seen = new Set(), twice = e => {
+  const look = e => {
     const s = getComputedStyle(e), place = e.closest(".cell_input, .cell_output, summary, th, tr, div")?.className;
-    const key = [s.color, s.backgroundColor, s.fontSize, s.fontWeight, s.opacity, place].join();
+    return [s.color, s.backgroundColor, s.fontSize, s.fontWeight, s.opacity, place].join();
+  };
+  const seen = new Set(), left = new Set();
+  const twice = e => {
+    const key = [e.tagName, ...[e, ...e.querySelectorAll("*")].filter(e => !left.has(e)).map(look)].join(";");
     return seen.has(key) || !seen.add(key);
   };
-  const words = [...document.querySelectorAll("p, li, td, th, dt, dd, a, span, code, em, strong, cite")];
-  const named = e => e.matches("a") || !e.closest("a, label, summary, button");
-  const leaf = e => !e.children.length && e.textContent.trim() && !e.id;
-  words.filter(e => leaf(e) && named(e) && twice(e)).forEach(e => e.remove());
-  [...document.querySelectorAll("mjx-container")].slice(1).forEach(e => e.replaceChildren());
+  const inside = e => e.parentElement.closest("a, label, summary, button");
+  const whole = e => e.matches("a, button") || [...e.children].every(e => left.has(e) || e.matches("wbr"));
+  const words = "p, li, td, th, dt, dd, a, span, code, em, strong, cite, button.copybtn";
+  for (const e of [...document.querySelectorAll(words)].reverse())
+    if (!e.id && !inside(e) && whole(e) && twice(e)) left.add(e);
+  left.forEach(e => e.remove());
+  [...document.querySelectorAll("mjx-container")].slice(1).forEach(e => e.remove());
 }"""
-"""Open all folds; leave a word for each look and place, what gives names its words, and the first formula."""
+"""Open all folds; leave a word, a link and a button that copies for each look and place, and the first formula."""
 
 RUN = """async ([theme, rules]) => {
   document.documentElement.dataset.theme = theme;
