@@ -25,7 +25,10 @@ help: ## list the targets
 .venv/.done: constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"psgd_lit needs Python 3.11 or newer, and this is {sys.version.split()[0]}: say make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check uv
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]' \
+	    || { echo 'uv can not install it; pip, which may know other indexes, tries'; \
+	         PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'; }
 	$(BIN)/python -c 'import matplotlib.font_manager'  # builds its cache now, not in the middle of a chapter
 	@touch $@
 

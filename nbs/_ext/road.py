@@ -36,7 +36,7 @@ def small(picture: bytes) -> str:
     """The address of a picture that holds itself, as wide as a card."""
     image, file = Image.open(BytesIO(picture)).convert("RGBA"), BytesIO()
     image.thumbnail((WIDTH, WIDTH))
-    image.save(file, "webp", quality=60, method=6)
+    image.save(file, "webp", quality=60, method=5)
     return f"data:image/webp;base64,{b64encode(file.getvalue()).decode()}"
 
 

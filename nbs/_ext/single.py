@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from bs4 import BeautifulSoup, Tag
+from lxml import html
 from writer import ROOT, pages
 
 LOADED = ("src", "href")
@@ -31,47 +31,56 @@ def address(link: str, page: Path, site: Path, book: set[Path]) -> str:
     return f"{target.as_posix()}{'#' if parts.fragment else ''}{parts.fragment}"
 
 
-def still(article: Tag, page: Path) -> None:
+def still(article: html.HtmlElement, page: Path) -> None:
     """Leave nothing that moves, folds opened and no button."""
-    for exhibit in article.select("[data-live]"):
-        words = f'<p><a href="/{page.as_posix()}">An exhibit that computes is on the page of this chapter.</a></p>'
-        exhibit.replace_with(BeautifulSoup(words.replace('"/', '"'), "html.parser"))
-    for part in article.select("script, .control, .headerlink, button"):
-        part.decompose()
-    for frames in article.select("[data-frames]"):
-        del frames["data-frames"]
-    for fold in article.select("details"):
-        fold["open"] = ""
+    for exhibit in article.xpath(".//*[@data-live]"):
+        words = f'<p><a href="{page.as_posix()}">An exhibit that computes is on the page of this chapter.</a></p>'
+        link = html.fragment_fromstring(words)
+        link.tail = exhibit.tail
+        exhibit.getparent().replace(exhibit, link)
+    moving = [*article.iter("script", "button"), *article.find_class("control"), *article.find_class("headerlink")]
+    for part in dict.fromkeys(moving):
+        part.drop_tree()
+    for frames in article.xpath(".//*[@data-frames]"):
+        del frames.attrib["data-frames"]
+    for fold in article.iter("details"):
+        fold.set("open", "")
+
+
+def parsed(page: Path, site: Path) -> html.HtmlElement:
+    """A page of the built book."""
+    text = (site / page).read_text(encoding="utf-8").replace("<wbr>", "<wbr/>")  # libxml2 asks where it ends
+    return html.document_fromstring(text, html.HTMLParser(huge_tree=True))
 
 
 def chapter(page: Path, site: Path, book: set[Path]) -> str:
     """The text of a page, with names and links that hold on the one page."""
-    soup = BeautifulSoup((site / page).read_text(encoding="utf-8"), "html.parser")
-    article = soup.select_one("article")
+    article = parsed(page, site).find(".//article")
     if article is None:
         raise ValueError(f"{page} has no article; build the book anew: make clean book")
-    for tag in article.find_all(True):
+    for tag in article.iter("*"):
         for name in NAMES:
-            if tag.has_attr(name) and tag.name != "meta":
-                tag[name] = " ".join(f"{prefix(page)}-{word}" for word in str(tag[name]).split())
+            if name in tag.attrib and tag.tag != "meta":
+                tag.set(name, " ".join(f"{prefix(page)}-{word}" for word in tag.get(name).split()))
         for name in LOADED:
-            if tag.has_attr(name) and not str(tag[name]).startswith("data:"):
-                tag[name] = address(str(tag[name]), page, site, book)
+            if name in tag.attrib and not tag.get(name).startswith("data:"):
+                tag.set(name, address(tag.get(name), page, site, book))
     still(article, page)
-    return f'<section id="{prefix(page)}">{article.decode_contents()}</section>'
+    article.tag = "section"
+    article.attrib.clear()
+    article.set("id", prefix(page))
+    return html.tostring(article, encoding="unicode", with_tail=False)
 
 
 def head(first: Path, site: Path) -> str:
     """The style sheets, the settings of formulas and their script, as the first page loads them."""
-    soup = BeautifulSoup((site / first).read_text(encoding="utf-8"), "html.parser")
-    kept = [tag for tag in soup.select("link[rel=stylesheet], script") if "athJax" in str(tag) or tag.name == "link"]
-    kept += [tag for tag in soup.select("script[src*=mathjax]") if tag not in kept]
+    formulas = "contains(., 'athJax') or contains(@src, 'athJax') or contains(@src, 'mathjax')"
+    kept = parsed(first, site).xpath(f"//link[@rel='stylesheet'] | //script[{formulas}]")
     for tag in kept:
         for name in LOADED:
-            if tag.has_attr(name):
-                link = str(tag[name])
-                tag[name] = address(link.partition("?")[0], first, site, set())
-    return "\n".join(map(str, kept))
+            if name in tag.attrib:
+                tag.set(name, address(tag.get(name).partition("?")[0], first, site, set()))
+    return "\n".join(html.tostring(tag, encoding="unicode", with_tail=False) for tag in kept)
 
 
 STYLE = """<style>body { max-width: 54rem; margin: 0 auto; padding: 0 1rem }
