@@ -69,7 +69,8 @@ def chapter(page: Path, site: Path, book: set[Path]) -> str:
     article.tag = "section"
     article.attrib.clear()
     article.set("id", prefix(page))
-    return html.tostring(article, encoding="unicode", with_tail=False)
+    text: str = html.tostring(article, encoding="unicode", with_tail=False)
+    return text
 
 
 def head(first: Path, site: Path) -> str:
