@@ -340,8 +340,13 @@ def loadable(optimizer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Return a saved state, completed and checked, as the optimizer can load it.
 
     Raises:
-        ValueError: if the state belongs to another preconditioner, to other blocks, or to another optimizer.
+        ValueError: if it is no state, or one of another preconditioner, of other blocks, or of another optimizer.
     """
+    if missing := [name for name in ("state", "param_groups") if name not in given]:
+        raise ValueError(
+            f"what is loaded has no {missing[0]!r} but {', '.join(map(repr, given)) or 'no key at all'}: load what "
+            "state_dict() returned, which may be one entry of a checkpoint"
+        )
     groups, state, settings = optimizer.param_groups, dict(given["state"]), []
     if [len(g["params"]) for g in groups] != [len(g["params"]) for g in given["param_groups"]]:
         return given  # torch says what doesn't match

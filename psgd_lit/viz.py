@@ -87,6 +87,7 @@ def use_style() -> None:
             "axes.grid": True,
             "grid.alpha": 0.25,
             "lines.linewidth": 1.8,
+            "legend.fontsize": 8,
             "legend.frameon": False,
             "svg.hashsalt": "psgd_lit",
         }

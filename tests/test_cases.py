@@ -1465,3 +1465,24 @@ def test_31_another_preconditioner_is_refused():
     assert equal(other.state_dict(), before)
     with pytest.raises(ValueError, match=r"\[1, 6, 4\].*\[1, 6, 5\].*the same preconditioner and blocks"):
         PSGD(net.parameters(), lr=0.1, blocks=affine_blocks(net)).load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ("opt.pt", TypeError, "not str; a file is read by torch.load"),
+        (None, TypeError, "not NoneType"),
+        ({}, ValueError, "has no 'state' but no key at all"),
+        ({"model": {}, "optimizer": {}}, ValueError, "has no 'state' but 'model', 'optimizer': load what"),
+        ({"state": {}}, ValueError, "has no 'param_groups' but 'state'"),
+    ],
+)
+def test_31_what_is_no_state_is_refused(given, error, words):
+    """A path, nothing, or the checkpoint that holds the state: an error that says what to load, and no change."""
+    net = network()
+    opt = optimizer(net)
+    opt.step(lambda: loss_of(net))
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(error, match=re.escape(words)):
+        opt.load_state_dict(given)
+    assert equal(opt.state_dict(), before)

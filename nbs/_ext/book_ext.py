@@ -52,7 +52,9 @@ def prints_columns(cell: Any) -> bool:
 def width(cell: Any) -> int | None:
     """How many pixels wide the page shows the figure of a cell; None if it has none."""
     images = [
-        output["data"]["image/png"] for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
+        output["data"]["image/png"]
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
     ]
     if not images:
         return None
@@ -64,8 +66,16 @@ def width(cell: Any) -> int | None:
 def annotate(cell: Any, folds: bool = True) -> None:
     """Move the directives of a code cell into the metadata that MyST-NB reads, and fold what is folded."""
     directives, cell.source = split_directives(cell.source)
-    tags = [tag for (name, value), tag in TAGS.items() if name in directives and value in (None, directives[name])]
-    cell.metadata.tags = [*cell.metadata.get("tags", []), *tags, *(["columns"] if prints_columns(cell) else [])]
+    tags = [
+        tag
+        for (name, value), tag in TAGS.items()
+        if name in directives and value in (None, directives[name])
+    ]
+    cell.metadata.tags = [
+        *cell.metadata.get("tags", []),
+        *tags,
+        *(["columns"] if prints_columns(cell) else []),
+    ]
     mystnb: dict[str, Any] = {}
     if folds and (line := folding.folded_line(cell, directives)) is not None:
         cell.metadata.tags = [*dict.fromkeys([*cell.metadata.tags, "hide-input"])]
@@ -111,13 +121,17 @@ def close_fold(translator: Any, node: Any) -> None:
     translator.body.append("</details>\n")
 
 
-def drop_borrowed(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def drop_borrowed(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     """Show no text below a constant that only its type has written."""
     if what == "data" and cleandoc("\n".join(lines)) == cleandoc(obj.__doc__ or ""):
         lines.clear()
 
 
-def name_entries(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+def name_entries(
+    app: Any, page: str, template: str, context: dict[str, Any], tree: Any
+) -> None:
     """Call the entries of a list of references items, for the role that docutils gives them is deprecated."""
     if "body" in context:
         context["body"] = context["body"].replace('role="doc-biblioentry"', 'role="listitem"')
@@ -128,10 +142,16 @@ def setup(app: Any) -> dict[str, int | bool]:
 
     Where this file or `folding` has changed, all pages are read again.
     """
-    from myst_nb.sphinx_ import HideCodeCellNode  # only a build needs it; the writer imports this module too
+    from myst_nb.sphinx_ import (
+        HideCodeCellNode,
+    )  # only a build needs it; the writer imports this module too
 
     app.add_node(HideCodeCellNode, override=True, html=(open_fold, close_fold))
     app.connect("autodoc-process-docstring", drop_borrowed, priority=100)
     app.connect("html-page-context", name_entries)
     sources = b"".join(Path(path).read_bytes() for path in (__file__, folding.__file__))
-    return {"env_version": crc32(sources), "parallel_read_safe": True, "parallel_write_safe": True}
+    return {
+        "env_version": crc32(sources),
+        "parallel_read_safe": True,
+        "parallel_write_safe": True,
+    }
