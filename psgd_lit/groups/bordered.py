@@ -73,12 +73,14 @@ def bordered_step(
     waits = (largest < torch.inf).logical_not()[..., None]
     corner = (corner * rate[..., None]).masked_fill_(waits[..., None], 0.0)
     tail = (tail * rate).masked_fill_(waits, 0.0)
+    first, lines = (x.masked_fill(waits[..., None], 0.0) for x in (first, u.mT))
+    rate = rate.masked_fill(waits, 0.0)[..., None]
     moved = torch.empty_like(columns)
     moved[..., :r, :] = head + corner @ head
     for rows in border:
         old, scale = columns[..., rows, :], tail[..., rows.start - r : rows.stop - r, None]
-        E = (first @ u.mT[..., rows]).mul_(rate[..., None]).masked_fill_(waits[..., None], 0.0)
-        moved[..., rows, :] = torch.addcmul(old, scale, old).add_(E.mT @ head)
+        E = (first @ lines[..., rows]).mul_(rate)
+        moved[..., rows, :] = torch.addcmul(old, scale, old).add_((head.mT @ E).mT)
     return (moved, diagonal + tail * diagonal), largest  # eq-bordered-product
 
 # %% ../../nbs/forms/06_bordered.ipynb #4bc645e0
@@ -129,8 +131,9 @@ class Bordered(Group):
         """Return `Q x`."""
         columns, diagonal = Q
         r = columns.shape[-1]
-        head, tail = (columns @ x[..., :r, :]).tensor_split([r], -2)
-        return torch.cat([head, tail + diagonal[..., None] * x[..., r:, :]], -2)
+        y: Tensor = columns @ x[..., :r, :]
+        y[..., r:, :].addcmul_(diagonal[..., None], x[..., r:, :])
+        return y
 
     def apply_t(self, Q: State, x: Tensor) -> Tensor:
         """Return `Q^T x`."""
