@@ -14,6 +14,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from bs4 import BeautifulSoup, Tag
 from gates import HTML, LIBRARY, PAGES, ROOT, ids, name_of, read_page, report, short
+from lxml import html
+from single import prefix
 from test_library import modules
 from writer import pages
 
@@ -158,6 +160,18 @@ def test_book_is_up_to_date() -> None:
     assert built.exists(), "the book has not been built; run `make book`"
     newer = [short(path) for path in PAGES if path.stat().st_mtime > built.stat().st_mtime]
     assert not newer, f"run `make book`; changed since the book was built: {', '.join(newer)}"
+
+
+def test_one_page_holds_the_book() -> None:
+    """It has every chapter in order, its links lead to places on it or to files, and nothing moves or is folded."""
+    page = html.parse(HTML / "book.html", html.HTMLParser(huge_tree=True, encoding="utf-8"))
+    chapters = [section.get("id") for section in page.xpath("//main/article/section")]
+    assert chapters == [prefix(path.relative_to(ROOT)) for path in pages()]
+    places, links = {*page.xpath("//@id | //@name")}, {*page.xpath("//article//@href | //article//@src")}
+    assert [link for link in links if link.startswith("#") and link[1:] not in places] == []
+    files = {unquote(urlsplit(link).path) for link in links if not urlsplit(link).scheme} - {""}
+    assert [file for file in files if not (HTML / file).exists()] == []
+    assert page.xpath("//article//script | //article//button | //article//details[not(@open)]") == []
 
 
 @pytest.mark.parametrize("notebook", pages(), ids=short)
