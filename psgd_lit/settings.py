@@ -335,7 +335,7 @@ def nested_entries(
             nested[first] = {name: flat[name] for name in form if name in flat} | flat
     return nested
 
-# %% ../nbs/appendix/09_settings.ipynb #05df7094
+# %% ../nbs/appendix/09_settings.ipynb #347ebb1a
 def loadable(optimizer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Return a saved state, completed and checked, as the optimizer can load it.
 

@@ -68,7 +68,7 @@ def style_of(method: str) -> dict[str, Any]:
         raise ValueError(f"no style for {method!r}; methods with one: {', '.join(DASHES)}")
     return {"color": COLOURS[method], "linestyle": DASHES[method], "label": NAMES[method]}
 
-# %% ../nbs/appendix/03_drawing.ipynb #a22cf174
+# %% ../nbs/appendix/03_drawing.ipynb #49917eaf
 def use_style() -> None:
     """Set matplotlib's defaults to the style of the book."""
     plt.rcParams.update(

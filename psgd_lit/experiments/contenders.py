@@ -4,7 +4,7 @@
 __all__ = ['OURS', 'TIRELESS', 'CONTENDERS', 'FITS', 'LATER', 'Contender', 'HandOver', 'Together', 'package', 'Theirs',
            'contender_of', 'closure_for', 'Race']
 
-# %% ../../nbs/appendix/17_contenders.ipynb #890e7815
+# %% ../../nbs/appendix/17_contenders.ipynb #ff15e562
 import contextlib
 import importlib
 import io
@@ -225,13 +225,13 @@ CONTENDERS: dict[str, Contender] = {
     "psgd-torch": Contender(Theirs, {"preconditioner_type": "whitening"}, calls_backward=False),
 }
 
-# %% ../../nbs/appendix/17_contenders.ipynb #86b22d14
+# %% ../../nbs/appendix/17_contenders.ipynb #5b711f7f
 def _without_inverse(form: Kron, name: str) -> InverseFree:
     """Return a product of the same shape whose triangles are symmetric factors."""
     parts = (Symmetric(name) if isinstance(f, Triangular) else f for f in form.factors)
     return InverseFree(*parts)
 
-# %% ../../nbs/appendix/17_contenders.ipynb #a3c14ae2
+# %% ../../nbs/appendix/17_contenders.ipynb #d1ad4b2c
 FITS: dict[str, Callable[[Kron], Group]] = {
     "sampled": lambda form: Sampled(form, 0.25) if len(form.factors) > 1 else form,
     "quad": partial(_without_inverse, name="quad"),
@@ -256,7 +256,7 @@ LATER: dict[str, Contender] = {
     **{fit: Contender(_refitted, _WHITEN | {"fit": fit}, calls_backward=False) for fit in FITS},
 }
 
-# %% ../../nbs/appendix/17_contenders.ipynb #2ca5b830
+# %% ../../nbs/appendix/17_contenders.ipynb #ac673429
 def contender_of(name: str) -> Contender:
     """Return the contender of this name.
 

@@ -48,7 +48,7 @@ def _row_pieces(n: int, device: torch.device) -> list[slice]:
     size = _ROWS if in_cache else max(n, 1)
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
-# %% ../../nbs/forms/06_bordered.ipynb #336e1e21
+# %% ../../nbs/forms/06_bordered.ipynb #75c79dcc
 def bordered_step(
     Q: State, u: Tensor, w: Tensor, lr: float | Tensor, least: Tensor
 ) -> tuple[State, Tensor]:
@@ -83,7 +83,7 @@ def bordered_step(
         moved[..., rows, :] = torch.addcmul(old, scale, old).add_((head.mT @ E).mT)
     return (moved, diagonal + tail * diagonal), largest  # eq-bordered-product
 
-# %% ../../nbs/forms/06_bordered.ipynb #4bc645e0
+# %% ../../nbs/forms/06_bordered.ipynb #90dcc76c
 @dataclass(frozen=True)
 class Bordered(Group):
     """Lower triangular matrices with a positive diagonal, zero below it except in the first `rank` columns.
