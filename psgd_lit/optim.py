@@ -615,14 +615,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         """Load a state, clone its tensors and keep their dtypes; what it lacks keeps its present value.
 
         Raises:
-            TypeError: if it is no dictionary.
-            ValueError: if it is no state, a preconditioner or the blocks differ from those of this optimizer, or the
-                parameters do not match.
+            ValueError, TypeError: if it is no state, a preconditioner or the blocks differ, or parameters do not match.
         """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(
-                f"load_state_dict takes the dictionary that state_dict() returned, not {type(state_dict).__name__}; a "
-                "file is read by torch.load"
-            )
-        with restoring(self):
+        with restoring(self, state_dict):
             super().load_state_dict(state_dict)

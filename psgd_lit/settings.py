@@ -370,8 +370,17 @@ def loadable(optimizer: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 # %% ../nbs/appendix/09_settings.ipynb #0fc5a54f
 @contextmanager
-def restoring(optimizer: Any) -> Iterator[None]:
-    """Let the state that the optimizer loads be completed and checked, and its tensors be copied in their own dtypes."""
+def restoring(optimizer: Any, given: Any) -> Iterator[None]:
+    """Let the state that the optimizer loads be completed and checked, and its tensors be copied in their own dtypes.
+
+    Raises:
+        TypeError: if what is given to load is no dictionary.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"load_state_dict takes the dictionary that state_dict() returned, not {type(given).__name__}; a file is read "
+            "by torch.load"
+        )
     kept = [{name: group[name] for name in _ON_BLOCKS} for group in optimizer.param_groups]
     loaded: dict[str, Any] = {}
 
