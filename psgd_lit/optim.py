@@ -357,7 +357,7 @@ def tried(
         new.append(Move(move.params, None, steps))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #0c5a9112
+# %% ../nbs/optimizer/03_psgd.ipynb #23e26c58
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 

@@ -368,7 +368,7 @@ def loadable(optimizer: Any, given: dict[str, Any]) -> dict[str, Any]:
         state |= {keys[p]: entry for p, entry in entries.items()}
     return {**given, "state": state, "param_groups": settings}
 
-# %% ../nbs/appendix/09_settings.ipynb #0fc5a54f
+# %% ../nbs/appendix/09_settings.ipynb #eaebda8d
 @contextmanager
 def restoring(optimizer: Any, given: Any) -> Iterator[None]:
     """Let the state that the optimizer loads be completed and checked, and its tensors be copied in their own dtypes.

@@ -202,7 +202,7 @@ class Theirs:
             self.state = torch.get_rng_state()
             torch.set_rng_state(before)
 
-# %% ../../nbs/appendix/17_contenders.ipynb #d1ad4b2c
+# %% ../../nbs/appendix/17_contenders.ipynb #e35ab9c6
 def _without_inverse(form: Kron, name: str) -> InverseFree:
     """Return a product of the same shape whose triangles are symmetric factors."""
     parts = (Symmetric(name) if isinstance(f, Triangular) else f for f in form.factors)
@@ -216,7 +216,7 @@ _FITS: dict[str, Callable[[Kron], Group]] = {
     "low-rank": lambda form: LowRank(),
 }
 
-# %% ../../nbs/appendix/17_contenders.ipynb #ae07d0b1
+# %% ../../nbs/appendix/17_contenders.ipynb #a3feec7a
 def _refitted(problem: Problem, seed: int, fit: str, **settings: Any) -> PSGD:
     """Return our optimizer with another way to fit the blocks."""
     plain: Any = KronRule()
@@ -258,7 +258,7 @@ CONTENDERS: dict[str, Contender] = {
     "psgd-torch": Contender(Theirs, {"preconditioner_type": "whitening"}, calls_backward=False),
 }
 
-# %% ../../nbs/appendix/17_contenders.ipynb #ac673429
+# %% ../../nbs/appendix/17_contenders.ipynb #a41fd15a
 def contender_of(name: str) -> Contender:
     """Return the contender of this name.
 
