@@ -20,10 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """If kernels of the name `forked` are asked for, serve them before workers start: one server for all workers."""
-    if (
-        session.config.getoption("--nbval-kernel-name") == "forked"
-        and ADDRESS not in os.environ
-    ):
+    if session.config.getoption("--nbval-kernel-name") == "forked" and ADDRESS not in os.environ:
         kernels = serving()
         kernels.__enter__()
         session.config.add_cleanup(lambda: kernels.__exit__(None, None, None))
@@ -32,8 +29,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out what nothing has changed for, if that is asked for."""
     is_left_out = (
-        config.getoption("--changed")
-        and collection_path.suffix == ".ipynb"
-        and is_as_written(collection_path)
+        config.getoption("--changed") and collection_path.suffix == ".ipynb" and is_as_written(collection_path)
     )
     return True if is_left_out else None

@@ -52,9 +52,7 @@ def prints_columns(cell: Any) -> bool:
 def width(cell: Any) -> int | None:
     """How many pixels wide the page shows the figure of a cell; None if it has none."""
     images = [
-        output["data"]["image/png"]
-        for output in cell.get("outputs", [])
-        if "image/png" in output.get("data", {})
+        output["data"]["image/png"] for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
     ]
     if not images:
         return None
@@ -66,11 +64,7 @@ def width(cell: Any) -> int | None:
 def annotate(cell: Any, folds: bool = True) -> None:
     """Move the directives of a code cell into the metadata that MyST-NB reads, and fold what is folded."""
     directives, cell.source = split_directives(cell.source)
-    tags = [
-        tag
-        for (name, value), tag in TAGS.items()
-        if name in directives and value in (None, directives[name])
-    ]
+    tags = [tag for (name, value), tag in TAGS.items() if name in directives and value in (None, directives[name])]
     cell.metadata.tags = [
         *cell.metadata.get("tags", []),
         *tags,
@@ -121,17 +115,13 @@ def close_fold(translator: Any, node: Any) -> None:
     translator.body.append("</details>\n")
 
 
-def drop_borrowed(
-    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
-) -> None:
+def drop_borrowed(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Show no text below a constant that only its type has written."""
     if what == "data" and cleandoc("\n".join(lines)) == cleandoc(obj.__doc__ or ""):
         lines.clear()
 
 
-def name_entries(
-    app: Any, page: str, template: str, context: dict[str, Any], tree: Any
-) -> None:
+def name_entries(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
     """Call the entries of a list of references items, for the role that docutils gives them is deprecated."""
     if "body" in context:
         context["body"] = context["body"].replace('role="doc-biblioentry"', 'role="listitem"')

@@ -43,25 +43,17 @@ def is_distance(node: ast.expr) -> bool:
     """True for the size of a difference, and for what is called an error."""
     names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
     names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-    differs = any(
-        isinstance(n, ast.BinOp) and isinstance(n.op, ast.Sub) for n in ast.walk(node)
-    )
+    differs = any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Sub) for n in ast.walk(node))
     return bool(names & {"error", "relative_error"}) or (differs and bool(names & DISTANCES))
 
 
 def tolerance(condition: ast.expr) -> float | None:
     """The number to which a condition asks for equality, if it is written there."""
     match condition:
-        case ast.Compare(left, [ast.Lt() | ast.LtE()], [ast.Constant(float() as bound)]) if (
-            is_distance(left)
-        ):
+        case ast.Compare(left, [ast.Lt() | ast.LtE()], [ast.Constant(float() as bound)]) if is_distance(left):
             return bound
         case ast.Call(keywords=keywords) if named(condition) in EQUAL_CALLS:
-            given = [
-                k.value.value
-                for k in keywords
-                if k.arg in ("atol", "rtol") and isinstance(k.value, ast.Constant)
-            ]
+            given = [k.value.value for k in keywords if k.arg in ("atol", "rtol") and isinstance(k.value, ast.Constant)]
             return max(
                 (float(value) for value in given if isinstance(value, int | float)),
                 default=None,
@@ -76,9 +68,7 @@ def kind(condition: ast.expr) -> str:
     match condition:
         case ast.Compare(ops=ops) if all(isinstance(op, ast.Eq | ast.Is) for op in ops):
             return "equality"
-        case ast.Compare(ops=ops) if all(
-            isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE | ast.Eq) for op in ops
-        ):
+        case ast.Compare(ops=ops) if all(isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE | ast.Eq) for op in ops):
             return "bound"
     return "condition"
 
@@ -94,9 +84,7 @@ def count(tree: ast.Module) -> str:
     parts = [f"{n} {PLURALS[k] if n > 1 else k}" for k in PLURALS if (n := numbers[k])]
     loosest = max(filter(None, map(tolerance, conditions)), default=None)
     if loosest is not None:
-        parts[0] += (
-            f" to {loosest:g}" if numbers["equality"] == 1 else f", the loosest to {loosest:g}"
-        )
+        parts[0] += f" to {loosest:g}" if numbers["equality"] == 1 else f", the loosest to {loosest:g}"
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
     looped = any(isinstance(inner, ast.Assert) for loop in loops for inner in ast.walk(loop))
     return ", ".join(parts) + (", in a loop" if looped else "")
@@ -111,11 +99,7 @@ def signature(node: ast.stmt) -> str:
             if len(head) > WIDE:
                 head = f"def {name}({', '.join(arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs])})"
         case ast.ClassDef(name=name, bases=bases):
-            head = (
-                f"class {name}({', '.join(map(ast.unparse, bases))})"
-                if bases
-                else f"class {name}"
-            )
+            head = f"class {name}({', '.join(map(ast.unparse, bases))})" if bases else f"class {name}"
         case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
             return f"{name} = ..."
         case _:
@@ -125,10 +109,7 @@ def signature(node: ast.stmt) -> str:
 
 def is_setting(node: ast.stmt) -> bool:
     """True for an import, a name for a value, and the call that sets the style of figures."""
-    return (
-        isinstance(node, ast.Import | ast.ImportFrom | ast.Assign)
-        or ast.unparse(node) == "use_style()"
-    )
+    return isinstance(node, ast.Import | ast.ImportFrom | ast.Assign) or ast.unparse(node) == "use_style()"
 
 
 def has_run(cell: Any) -> bool:
@@ -154,9 +135,7 @@ def folded_line(cell: Any, directives: Mapping[str, str]) -> str | None:
         return None
     if "export" in directives:
         return exported_line(tree.body, len(cell.source.splitlines()))
-    if isinstance(tree.body[0], ast.Import | ast.ImportFrom) and all(
-        map(is_setting, tree.body)
-    ):
+    if isinstance(tree.body[0], ast.Import | ast.ImportFrom) and all(map(is_setting, tree.body)):
         return "imports"
     is_folded = directives.get("code-fold") == "true"
     functions = ", ".join(node.name for node in tree.body if isinstance(node, ast.FunctionDef))

@@ -43,13 +43,9 @@ def serving() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"{folder}/socket"
         command = [sys.executable, __file__, address]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        ) as server:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as server:
             if server.stdout is None or server.stdout.readline() != b"ready\n":
-                raise RuntimeError(
-                    f"the server of kernels ended with {server.wait()} before it served"
-                )
+                raise RuntimeError(f"the server of kernels ended with {server.wait()} before it served")
             before = dict(os.environ)
             paths = [str(KERNELS.parent), *filter(None, [before.get("JUPYTER_PATH")])]
             os.environ |= {ADDRESS: address, "JUPYTER_PATH": os.pathsep.join(paths)}

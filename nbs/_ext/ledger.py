@@ -65,9 +65,7 @@ class Claim:
     @property
     def place(self) -> str:
         """Where a reader of the paper finds it."""
-        return (
-            NUMBERED[self.kind].format(self.number) if self.kind in NUMBERED else self.section
-        )
+        return NUMBERED[self.kind].format(self.number) if self.kind in NUMBERED else self.section
 
     @property
     def target(self) -> str:
@@ -113,15 +111,7 @@ class Ledger:
         found = {finding.verdict for finding in self.on(claim)}
         if found & {*VERDICTS}:
             return max(found & {*VERDICTS}, key=VERDICTS.index)
-        return (
-            UNDECIDED
-            if found
-            else DEFINITION
-            if claim.used
-            else READ
-            if claim.read
-            else UNTRIED
-        )
+        return UNDECIDED if found else DEFINITION if claim.used else READ if claim.read else UNTRIED
 
     def parts(self) -> Iterator[tuple[str, list[Claim]]]:
         """The claims by heading: the paper's sections, then what was found about the paper."""
@@ -154,14 +144,8 @@ def stored(notebook: Any) -> Iterator[tuple[Any, Finding]]:
 def read_ledger(path: Path, notebooks: Iterable[Path]) -> Ledger:
     """Read a list of claims, and the verdicts that notebooks have stored."""
     listed = tomllib.loads(path.read_text(encoding="utf-8"))
-    found = [
-        finding
-        for page in notebooks
-        for _, finding in stored(nbformat.read(page, as_version=4))
-    ]
-    return Ledger(
-        tuple(Claim(**claim) for claim in listed["claim"]), listed["section"], tuple(found)
-    )
+    found = [finding for page in notebooks for _, finding in stored(nbformat.read(page, as_version=4))]
+    return Ledger(tuple(Claim(**claim) for claim in listed["claim"]), listed["section"], tuple(found))
 
 
 def read_nb(text: str) -> Any:
@@ -182,16 +166,12 @@ class LedgerDirective(SphinxDirective):  # type: ignore[misc]
 
     def paragraph(self, *inline: Any) -> Any:
         """A paragraph of nodes, and of texts with roles and formulas."""
-        parts = [
-            self.parse_inline(part)[0] if isinstance(part, str) else [part] for part in inline
-        ]
+        parts = [self.parse_inline(part)[0] if isinstance(part, str) else [part] for part in inline]
         return nodes.paragraph("", "", *(node for part in parts for node in part))
 
     def badge(self, word: str) -> Any:
         """A verdict as a word with a mark."""
-        return nodes.inline(
-            word, word.capitalize(), classes=["verdict", f"verdict-{word.replace(' ', '-')}"]
-        )
+        return nodes.inline(word, word.capitalize(), classes=["verdict", f"verdict-{word.replace(' ', '-')}"])
 
     def anchor(self, node: Any, name: str) -> Any:
         """Let a role refer to a node by a name."""
@@ -212,9 +192,7 @@ class ClaimVerdict(LedgerDirective):
         self.env.note_dependency(str(CLAIMS))
         claim = read_ledger(CLAIMS, notebooks=[]).by_id[self.arguments[0]]
         badge = self.badge(self.options["verdict"])
-        box = nodes.container(
-            "", self.paragraph(badge, f" {{ref}}`{claim.place} <{claim.target}>`: {claim.text}")
-        )
+        box = nodes.container("", self.paragraph(badge, f" {{ref}}`{claim.place} <{claim.target}>`: {claim.text}"))
         if note := " ".join(self.content):
             box += self.paragraph(note)
         box["classes"] = ["claim"]
@@ -237,18 +215,14 @@ class ClaimsLedger(LedgerDirective):
 
     def table(self, widths: Mapping[str, int], rows: Iterable[Any], style: str) -> Any:
         """A table whose columns have these headings and relative widths."""
-        group = nodes.tgroup(
-            "", *(nodes.colspec(colwidth=width) for width in widths.values()), cols=len(widths)
-        )
+        group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in widths.values()), cols=len(widths))
         group += nodes.thead("", self.row(*([self.paragraph(name)] for name in widths)))
         group += nodes.tbody("", *rows)
         return nodes.table("", group, classes=[style, "colwidths-given"])
 
     def summary(self, ledger: Ledger) -> Any:
         """How many claims have which verdict: the paper's, and ours about it."""
-        counts = Counter(
-            (ledger.word(claim), claim.kind in FINDINGS) for claim in ledger.claims
-        )
+        counts = Counter((ledger.word(claim), claim.kind in FINDINGS) for claim in ledger.claims)
         rows = [
             self.row(
                 [self.paragraph(self.badge(word))],
@@ -256,28 +230,20 @@ class ClaimsLedger(LedgerDirective):
             )
             for word in WORDS
         ]
-        return self.table(
-            {"verdict": 2, "claims of the paper": 1, "ours about it": 1}, rows, "summary"
-        )
+        return self.table({"verdict": 2, "claims of the paper": 1, "ours about it": 1}, rows, "summary")
 
     def part(self, ledger: Ledger, title: str, claims: list[Claim]) -> Any:
         """A section with its table."""
-        section = nodes.section(
-            "", nodes.title("", title), names=[nodes.fully_normalize_name(title)]
-        )
+        section = nodes.section("", nodes.title("", title), names=[nodes.fully_normalize_name(title)])
         self.state.document.note_implicit_target(section, section)
         rows = [self.claim_row(ledger, claim) for claim in claims]
-        section += self.table(
-            {"claim": 5, "verdict": 2, "where, and what to know": 5}, rows, "ledger"
-        )
+        section += self.table({"claim": 5, "verdict": 2, "where, and what to know": 5}, rows, "ledger")
         return section
 
     def claim_row(self, ledger: Ledger, claim: Claim) -> Any:
         """The row of a claim: what and where in the paper, the verdict, and what each chapter has to say."""
         said = [
-            self.paragraph(
-                f"{{ref}}`{found.title} <{found.target}>`{': ' * bool(found.note)}{found.note}"
-            )
+            self.paragraph(f"{{ref}}`{found.title} <{found.target}>`{': ' * bool(found.note)}{found.note}")
             for found in ledger.on(claim)
         ]
         if claim.used:

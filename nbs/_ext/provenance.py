@@ -53,9 +53,7 @@ def file_of(module: tuple[str, ...], root: Path) -> Path | None:
 
 
 @functools.cache
-def read(
-    path: Path, package: tuple[str, ...], time: int
-) -> tuple[str, frozenset[tuple[str, ...]]]:
+def read(path: Path, package: tuple[str, ...], time: int) -> tuple[str, frozenset[tuple[str, ...]]]:
     """The code of a module without comments and docstrings, and what it imports.
 
     Args:
@@ -65,10 +63,7 @@ def read(
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if (
-            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-            and ast.get_docstring(node) is not None
-        ):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             node.body[:1] = [] if node.body[1:] else [ast.Pass()]
     return ast.unparse(tree), frozenset(imported(tree, package))
 
@@ -91,28 +86,20 @@ def files(names: Iterable[str], root: Path) -> Iterator[Path]:
     """All files below some places, in order."""
     for name in names:
         place = root / name
-        yield from (
-            sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
-        )
+        yield from (sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place])
 
 
 def digest(path: Path, root: Path = ROOT) -> str:
     """The digest of a notebook: its text with outputs, the library that it reaches, what it may read, the packages."""
     text = path.read_text(encoding="utf-8")
-    cells = [
-        cell for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"
-    ]
+    cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"]
     source = "\n".join(split_directives(cell.source)[1] for cell in cells)
     code = reached(source, root)
     every = "\n".join([source, *code.values()])
     parts = [text, *(f"{name}\n{code[name]}" for name in sorted(code))]
     total = hashlib.sha256("\0".join(parts).encode())
     named = [place for word, place in DATA.items() if word in every]
-    everywhere = [
-        one
-        for one in files(["constraints.txt", "psgd_lit"], root)
-        if one.parent.name != "exhibits"
-    ]
+    everywhere = [one for one in files(["constraints.txt", "psgd_lit"], root) if one.parent.name != "exhibits"]
     for one in [*everywhere, *files(named, root)]:
         if one.suffix not in {".py", ".pyc"}:
             total.update(one.read_bytes())
@@ -122,22 +109,14 @@ def digest(path: Path, root: Path = ROOT) -> str:
 def recorded(root: Path = ROOT) -> dict[str, str]:
     """The digests on record, by the path of the notebook."""
     path = root / RECORD
-    found: dict[str, str] = (
-        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    )
+    found: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
 
 
 def record(new: Mapping[str, str], known: Iterable[str], root: Path = ROOT) -> None:
     """Write digests beside those on record, and drop notebooks that are no longer known."""
-    kept = {
-        name: value
-        for name, value in (recorded(root) | dict(new)).items()
-        if name in set(known)
-    }
-    (root / RECORD).write_text(
-        json.dumps(dict(sorted(kept.items())), indent=0) + "\n", encoding="utf-8"
-    )
+    kept = {name: value for name, value in (recorded(root) | dict(new)).items() if name in set(known)}
+    (root / RECORD).write_text(json.dumps(dict(sorted(kept.items())), indent=0) + "\n", encoding="utf-8")
 
 
 def is_as_written(path: Path, root: Path = ROOT) -> bool:

@@ -43,11 +43,7 @@ def small(picture: bytes) -> str:
 def title(notebook: Any) -> str:
     """The first heading of a notebook."""
     sources = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    return next(
-        match[1]
-        for source in sources
-        if (match := re.search(r"^# (.+)$", source, re.MULTILINE))
-    )
+    return next(match[1] for source in sources if (match := re.search(r"^# (.+)$", source, re.MULTILINE)))
 
 
 def face(notebook: Any) -> str:
@@ -72,9 +68,7 @@ class Road(SphinxDirective):  # type: ignore[misc]
         html = nodes.raw("", face(nbformat.read(chapter, as_version=4)), format="html")
         return nodes.list_item(
             "",
-            nodes.paragraph(
-                "", "", nodes.reference("", "", html, internal=True, refuri=address)
-            ),
+            nodes.paragraph("", "", nodes.reference("", "", html, internal=True, refuri=address)),
         )
 
     def run(self) -> list[nodes.Node]:

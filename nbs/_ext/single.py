@@ -25,11 +25,7 @@ def address(link: str, page: Path, site: Path, book: set[Path]) -> str:
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
         return link
-    target = (
-        Path((site / page).parent / unquote(parts.path)).resolve().relative_to(site)
-        if parts.path
-        else page
-    )
+    target = Path((site / page).parent / unquote(parts.path)).resolve().relative_to(site) if parts.path else page
     if target in book:
         return f"#{prefix(target)}" + (f"-{parts.fragment}" if parts.fragment else "")
     return f"{target.as_posix()}{'#' if parts.fragment else ''}{parts.fragment}"
@@ -57,9 +53,7 @@ def still(article: html.HtmlElement, page: Path) -> None:
 
 def parsed(page: Path, site: Path) -> html.HtmlElement:
     """A page of the built book."""
-    text = (
-        (site / page).read_text(encoding="utf-8").replace("<wbr>", "<wbr/>")
-    )  # libxml2 asks where it ends
+    text = (site / page).read_text(encoding="utf-8").replace("<wbr>", "<wbr/>")  # libxml2 asks where it ends
     return html.document_fromstring(text, html.HTMLParser(huge_tree=True))
 
 
@@ -71,9 +65,7 @@ def chapter(page: Path, site: Path, book: set[Path]) -> str:
     for tag in article.iter("*"):
         for name in NAMES:
             if name in tag.attrib and tag.tag != "meta":
-                tag.set(
-                    name, " ".join(f"{prefix(page)}-{word}" for word in tag.get(name).split())
-                )
+                tag.set(name, " ".join(f"{prefix(page)}-{word}" for word in tag.get(name).split()))
         for name in LOADED:
             if name in tag.attrib and not tag.get(name).startswith("data:"):
                 tag.set(name, address(tag.get(name), page, site, book))

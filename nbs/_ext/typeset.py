@@ -94,9 +94,7 @@ def break_names(app: Any, page: str, template: str, context: dict[str, Any], tre
 # The reference ---------------------------------------------------------------------------------------------------
 
 
-def plain_signature(
-    app: Any, what: str, name: str, obj: Any, options: Any, text: str, result: str
-) -> Any:
+def plain_signature(app: Any, what: str, name: str, obj: Any, options: Any, text: str, result: str) -> Any:
     """Show an ellipsis for a default that Python can't write."""
     return (RAW.sub(r"\1...", text), result) if text and RAW.search(text) else None
 
@@ -105,9 +103,7 @@ FIELD = type(vars(NamedTuple("One", [("only", int)]))["only"])
 """What Python makes of the field of a named tuple."""
 
 
-def skip_fields(
-    app: Any, what: str, name: str, obj: Any, skip: bool, options: Any
-) -> bool | None:
+def skip_fields(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
     """Leave the fields of a named tuple to the text of their class."""
     return True if type(obj) is FIELD else None
 
@@ -117,10 +113,7 @@ def skip_fields(
 
 def cited_as(entry: Any) -> str:
     """The label of a reference: "Robbins and Monro, 1951"."""
-    people = [
-        " ".join([*person.prelast_names, *person.last_names])
-        for person in entry.persons["author"]
-    ]
+    people = [" ".join([*person.prelast_names, *person.last_names]) for person in entry.persons["author"]]
     who = f"{people[0]} et al." if len(people) > 2 else " and ".join(people)
     return f"{who}, {entry.fields['year']}"
 
@@ -164,12 +157,8 @@ class Statements(ProofIndex):  # type: ignore[misc]
                 continue
             number = env.toc_fignumbers[found["docname"]][found["countertype"]][label]
             name = f"{found['realtype'].title()} {'.'.join(map(str, number))}"
-            rows[found["realtype"]].append(
-                (number, (name, 0, found["docname"], label, found["title"], "", ""))
-            )
-        return [
-            (kind.title(), [row for _, row in sorted(rows[kind])]) for kind in sorted(rows)
-        ], True
+            rows[found["realtype"]].append((number, (name, 0, found["docname"], label, found["title"], "", "")))
+        return [(kind.title(), [row for _, row in sorted(rows[kind])]) for kind in sorted(rows)], True
 
 
 def setup(app: Any) -> dict[str, int | bool]:

@@ -48,9 +48,7 @@ def cell_id(source: str, taken: set[str]) -> str:
 def canonical_output(output: Any) -> Any:
     """Drop what changes from run to run, and refuse what a reader should never meet."""
     if output.output_type == "error" or output.get("name") == "stderr":
-        raise ValueError(
-            f"a cell wrote to stderr or failed:\n{output.get('text') or output.get('evalue')}"
-        )
+        raise ValueError(f"a cell wrote to stderr or failed:\n{output.get('text') or output.get('evalue')}")
     if "data" in output:
         output.data.pop(WIDGET_VIEW, None)
     if "execution_count" in output:
@@ -81,9 +79,7 @@ def execute(path: Path) -> str:
     """Run a notebook in a fresh kernel, in its own folder, and return its canonical text."""
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources=resources, coalesce_streams=True
-    ).execute()
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources, coalesce_streams=True).execute()
     lighten(notebook)
     return canonical(notebook)
 
@@ -103,9 +99,7 @@ def readme(index: Path) -> str:
     blocks = ["<!-- Written from nbs/index.ipynb by `make run`; edit that page instead. -->"]
     for cell in nbformat.read(index, as_version=4).cells:
         if "readme" in cell.metadata.get("tags", []):
-            source = (
-                split_directives(cell.source)[1] if cell.cell_type == "code" else cell.source
-            )
+            source = split_directives(cell.source)[1] if cell.cell_type == "code" else cell.source
             blocks.append(f"```python\n{source}\n```" if cell.cell_type == "code" else source)
     return "\n\n".join(blocks) + "\n"
 
