@@ -65,11 +65,7 @@ def annotate(cell: Any, folds: bool = True) -> None:
     """Move the directives of a code cell into the metadata that MyST-NB reads, and fold what is folded."""
     directives, cell.source = split_directives(cell.source)
     tags = [tag for (name, value), tag in TAGS.items() if name in directives and value in (None, directives[name])]
-    cell.metadata.tags = [
-        *cell.metadata.get("tags", []),
-        *tags,
-        *(["columns"] if prints_columns(cell) else []),
-    ]
+    cell.metadata.tags = [*cell.metadata.get("tags", []), *tags, *(["columns"] if prints_columns(cell) else [])]
     mystnb: dict[str, Any] = {}
     if folds and (line := folding.folded_line(cell, directives)) is not None:
         cell.metadata.tags = [*dict.fromkeys([*cell.metadata.tags, "hide-input"])]
@@ -132,16 +128,10 @@ def setup(app: Any) -> dict[str, int | bool]:
 
     Where this file or `folding` has changed, all pages are read again.
     """
-    from myst_nb.sphinx_ import (
-        HideCodeCellNode,
-    )  # only a build needs it; the writer imports this module too
+    from myst_nb.sphinx_ import HideCodeCellNode  # only a build needs it; the writer imports this module too
 
     app.add_node(HideCodeCellNode, override=True, html=(open_fold, close_fold))
     app.connect("autodoc-process-docstring", drop_borrowed, priority=100)
     app.connect("html-page-context", name_entries)
     sources = b"".join(Path(path).read_bytes() for path in (__file__, folding.__file__))
-    return {
-        "env_version": crc32(sources),
-        "parallel_read_safe": True,
-        "parallel_write_safe": True,
-    }
+    return {"env_version": crc32(sources), "parallel_read_safe": True, "parallel_write_safe": True}

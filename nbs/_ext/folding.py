@@ -54,10 +54,7 @@ def tolerance(condition: ast.expr) -> float | None:
             return bound
         case ast.Call(keywords=keywords) if named(condition) in EQUAL_CALLS:
             given = [k.value.value for k in keywords if k.arg in ("atol", "rtol") and isinstance(k.value, ast.Constant)]
-            return max(
-                (float(value) for value in given if isinstance(value, int | float)),
-                default=None,
-            )
+            return max((float(value) for value in given if isinstance(value, int | float)), default=None)
     return None
 
 

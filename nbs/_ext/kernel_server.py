@@ -23,13 +23,7 @@ from typing import NoReturn
 ADDRESS = "PSGD_LIT_KERNELS"
 """The environment variable that tells kernels where the server is."""
 KERNELS = Path(__file__).with_name("kernels")
-IMPORTED = (
-    "torch",
-    "torch._dynamo",
-    "matplotlib_inline.backend_inline",
-    "matplotlib.pyplot",
-    "ipykernel.kernelapp",
-)
+IMPORTED = ("torch", "torch._dynamo", "matplotlib_inline.backend_inline", "matplotlib.pyplot", "ipykernel.kernelapp")
 """Modules that are imported once for all kernels; none is of this library."""
 
 

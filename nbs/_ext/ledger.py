@@ -24,11 +24,7 @@ from psgd_lit.claims import MIME, UNDECIDED, UNTRIED, VERDICTS
 
 CLAIMS = ROOT / "nbs" / "claims.toml"
 NUMBERED = {"equation": "Equation ({})", "table": "Table {}", "figure": "Figure {}"}
-FINDINGS = {
-    "erratum": "Errata",
-    "contradiction": "Contradictions",
-    "observation": "Observations",
-}
+FINDINGS = {"erratum": "Errata", "contradiction": "Contradictions", "observation": "Observations"}
 KINDS = (*NUMBERED, "sentence", *FINDINGS)
 """The kinds of claims: those of the paper, with a number or without, and ours about the paper."""
 DEFINITION, READ = "definition", "found by reading"
@@ -117,10 +113,7 @@ class Ledger:
         """The claims by heading: the paper's sections, then what was found about the paper."""
         for section, title in self.sections.items():
             inside = re.compile(rf"{re.escape(section)}(?!\w)")
-            yield (
-                f"{section}: {title}",
-                [c for c in self.claims if inside.match(c.section) and c.kind not in FINDINGS],
-            )
+            yield f"{section}: {title}", [c for c in self.claims if inside.match(c.section) and c.kind not in FINDINGS]
         for kind, title in FINDINGS.items():
             yield title, [c for c in self.claims if c.kind == kind]
 
@@ -152,11 +145,7 @@ def read_nb(text: str) -> Any:
     """Parse a notebook for the book, with a directive in place of the output of each verdict."""
     notebook = book_ext.read_nb(text)
     for output, found in stored(notebook):
-        lines = [
-            f"```{{claim-verdict}} {found.claim}",
-            f":verdict: {found.verdict}",
-            f":target: {found.target}",
-        ]
+        lines = [f"```{{claim-verdict}} {found.claim}", f":verdict: {found.verdict}", f":target: {found.target}"]
         output.data = {"text/markdown": "\n".join([*lines, "", found.note, "```"])}
     return notebook
 

@@ -16,11 +16,7 @@ from book_ext import split_directives
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = "nbs/written.json"
-DATA = {
-    "../results": "nbs/results",
-    "claims": "nbs/claims.toml",
-    "exhibits": "psgd_lit/exhibits",
-}
+DATA = {"../results": "nbs/results", "claims": "nbs/claims.toml", "exhibits": "psgd_lit/exhibits"}
 """Files that a page may read, by the words without which neither it nor the library can name them."""
 
 
@@ -46,10 +42,7 @@ def file_of(module: tuple[str, ...], root: Path) -> Path | None:
     stem = root.joinpath(*module)
     if not module or module[0] != "psgd_lit":
         return None
-    return next(
-        (path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()),
-        None,
-    )
+    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
 
 
 @functools.cache
@@ -86,7 +79,7 @@ def files(names: Iterable[str], root: Path) -> Iterator[Path]:
     """All files below some places, in order."""
     for name in names:
         place = root / name
-        yield from (sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place])
+        yield from sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
 
 
 def digest(path: Path, root: Path = ROOT) -> str:

@@ -67,8 +67,7 @@ class Road(SphinxDirective):  # type: ignore[misc]
         address = self.env.app.builder.get_relative_uri(self.env.docname, name)
         html = nodes.raw("", face(nbformat.read(chapter, as_version=4)), format="html")
         return nodes.list_item(
-            "",
-            nodes.paragraph("", "", nodes.reference("", "", html, internal=True, refuri=address)),
+            "", nodes.paragraph("", "", nodes.reference("", "", html, internal=True, refuri=address))
         )
 
     def run(self) -> list[nodes.Node]:

@@ -170,8 +170,4 @@ def setup(app: Any) -> dict[str, int | bool]:
     app.connect("autodoc-process-signature", plain_signature)
     app.connect("autodoc-skip-member", skip_fields)
     app.registry.domains["prf"].indices = {Statements}
-    return {
-        "env_version": crc32(Path(__file__).read_bytes()),
-        "parallel_read_safe": True,
-        "parallel_write_safe": True,
-    }
+    return {"env_version": crc32(Path(__file__).read_bytes()), "parallel_read_safe": True, "parallel_write_safe": True}

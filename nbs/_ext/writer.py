@@ -30,10 +30,7 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 def pages(toc: Path = ROOT / "_toc.yml") -> list[Path]:
     """The notebooks of the book in reading order."""
     contents = yaml.safe_load(toc.read_text())
-    names = [
-        contents["root"],
-        *(chapter["file"] for part in contents["parts"] for chapter in part["chapters"]),
-    ]
+    names = [contents["root"], *(chapter["file"] for part in contents["parts"] for chapter in part["chapters"])]
     return [toc.parent / f"{name}.ipynb" for name in names]
 
 
