@@ -33,7 +33,7 @@ THIN = """() => {
   };
   const inside = e => e.parentElement.closest("a, label, summary, button");
   const whole = e => e.matches("a, button") || [...e.children].every(e => left.has(e) || e.matches("wbr"));
-  const words = "p, li, td, th, dt, dd, a, span, code, em, strong, cite, button.copybtn";
+  const words = "p, li, td, th, a, span, code, em, strong, cite, button.copybtn";
   for (const e of [...document.querySelectorAll(words)].reverse())
     if (!e.id && !inside(e) && whole(e) && twice(e)) left.add(e);
   left.forEach(e => e.remove());
