@@ -22,20 +22,22 @@ STILL = "*, *::before, *::after { transition: none !important; animation: none !
 
 THIN = """() => {
   document.querySelectorAll("details").forEach(e => { e.open = true });
-  const look = e => {
-    const s = getComputedStyle(e), place = e.closest(".cell_input, .cell_output, summary, th, tr, div")?.className;
-    return [s.color, s.backgroundColor, s.fontSize, s.fontWeight, s.opacity, place].join();
-  };
+  const look = e => ["", "::before", "::after"].flatMap(part => {
+    const s = getComputedStyle(e, part || null);
+    return [s.color, s.backgroundColor, s.fontSize, s.fontWeight, s.opacity, part && s.content];
+  }).concat(e.closest(".cell_input, .cell_output, summary, th, tr, div")?.className, e.role, e.getAttributeNames());
   const seen = new Set(), left = new Set();
   const twice = e => {
-    const key = [e.tagName, ...[e, ...e.querySelectorAll("*")].filter(e => !left.has(e)).map(look)].join(";");
+    const parts = [e, ...e.querySelectorAll("*")].filter(e => !left.has(e));
+    const key = [e.tagName, ...parts.map(e => look(e).join())].join(";");
     return seen.has(key) || !seen.add(key);
   };
   const inside = e => e.parentElement.closest("a, label, summary, button");
+  const named = e => e.textContent.trim() || (e.matches("button") && (e.ariaLabel || e.title));
   const whole = e => e.matches("a, button") || [...e.children].every(e => left.has(e) || e.matches("wbr"));
   const words = "p, li, td, th, a, span, code, em, strong, cite, button.copybtn";
   for (const e of [...document.querySelectorAll(words)].reverse())
-    if (!e.id && !inside(e) && whole(e) && twice(e)) left.add(e);
+    if (!e.id && named(e) && !inside(e) && whole(e) && twice(e)) left.add(e);
   left.forEach(e => e.remove());
   [...document.querySelectorAll("mjx-container")].slice(1).forEach(e => e.remove());
 }"""

@@ -46,6 +46,8 @@ SPOILED = [
     ("<h1>", "<h1>", ""),
     ("<label>angle", "<label></label>angle", "light: label"),
     (' lang="en"', "", "light: html-has-lang"),
+    ("a link</a>", 'a link</a> <a href="#y"></a> <a href="#z">another</a>', "light: link-name"),
+    ("</main>", '<button title="Copy"></button><button></button></main>', "light: button-name"),
     ("<h1>Title</h1>", '<h1>Title</h1><img src="data:,">', "light: image-alt"),
     ("color: #222", "color: #999", "light: color-contrast"),
     ("color: #ddd", "color: #444", "dark: color-contrast"),
