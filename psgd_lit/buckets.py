@@ -252,6 +252,7 @@ class Bucket(Columns):
         normalizer: str = "pair",
         trusted: Tensor | None = None,
         Q: State | None = None,
+        level: bool = True,
     ) -> dict[str, Any]:
         """Return the state that one pair (v, h) leads to.
 
@@ -262,6 +263,7 @@ class Bucket(Columns):
             normalizer: what half gradients are divided by, "pair" or "running".
             trusted: a boolean number; if it is false, all stays as it is.
             Q: what to start from in place of the state's Q.
+            level: whether to balance the factors of Q; a fit that is compiled always does.
         """
         v, h = self.gather(probe), self.gather(product)
         asked = [not probe.keys().isdisjoint(block.params) for block in self.blocks]
@@ -274,8 +276,9 @@ class Bucket(Columns):
         if Q is not None and trusted is not None and self.may_sleep:
             Q = map_leaves(lambda new, old: new.where(trusted.all(), old), Q, self.Q)
         past = Fit(**self.state | ({} if Q is None else {"Q": Q}))
-        rate = lr if self._learn is learn else torch.as_tensor(lr, dtype=v.dtype)
-        return self._learn(self.group, past, v, h, rate, normalizer, trusted)._asdict()
+        if self._learn is not learn:
+            lr, level = torch.as_tensor(lr, dtype=v.dtype), True
+        return self._learn(self.group, past, v, h, lr, normalizer, trusted, level)._asdict()
 
     def states(self) -> list[dict[str, Any]]:
         """Return the state of each block, as views of the batch."""

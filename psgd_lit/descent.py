@@ -142,8 +142,8 @@ def word_of_trouble(head: Mapping[str, Any]) -> str | None:
     return None
 
 # %% ../nbs/optimizer/02_descent.ipynb #f339ce5d
-COUNTS = {"t": 0, "joined": 0, "skipped": 0, "dropped": 0, "ceiling": 0.0, "exploded": 0}
-COUNTS |= {"loss": float("inf"), "part": 1.0, "refused": 0}
+COUNTS = {"t": 0, "joined": 0, "fits": 0, "skipped": 0, "dropped": 0, "ceiling": 0.0}
+COUNTS |= {"exploded": 0, "loss": float("inf"), "part": 1.0, "refused": 0}
 
 
 class LossWatch:

@@ -152,7 +152,14 @@ class Sampled(Group):
         return (self.form.move(Q[0], E), Q[1])
 
     def update_with_peaks(
-        self, Q: State, peaks: Tensor, v: Tensor, h: Tensor, lr: float | Tensor, decay: float
+        self,
+        Q: State,
+        peaks: Tensor,
+        v: Tensor,
+        h: Tensor,
+        lr: float | Tensor,
+        decay: float,
+        level: bool = True,
     ) -> tuple[State, Tensor]:
         """Learn from k pairs of v and h, each factor from a window of its columns."""
         (inner, count), parts, steps = Q, self.form.factors, []
@@ -160,9 +167,11 @@ class Sampled(Group):
         for i, (p, q, m) in enumerate(zip(parts, inner, old, strict=True)):
             units = window_of(sizes[(i + 1) % len(sizes)], self.share, count)
             a, b = seen_through(self.form, inner, i, units, v, h)
-            steps.append(p.step_with_peaks(q, m, a, b, lr, decay))
+            steps.append(p.step_with_peaks(q, m, a, b, lr, decay, level))
         states, new = zip(*steps, strict=True)
-        return (self.form.balance(states, safe_pair(v, h)[3]), count + 1), torch.cat(new, -1)
+        if level:
+            states = self.form.balance(states, safe_pair(v, h)[3])
+        return (states, count + 1), torch.cat(new, -1)
 
     def balance(self, Q: State, active: Tensor) -> State:
         """Return Q with the factors balanced."""
@@ -315,10 +324,17 @@ class Symmetric(Group):
         return (torch.where(norm[..., None, None] > 0, moved, Q[0]),), norm[..., None]
 
     def update_with_peaks(
-        self, Q: State, peaks: Tensor, v: Tensor, h: Tensor, lr: float | Tensor, decay: float
+        self,
+        Q: State,
+        peaks: Tensor,
+        v: Tensor,
+        h: Tensor,
+        lr: float | Tensor,
+        decay: float,
+        level: bool = True,
     ) -> tuple[State, Tensor]:
         """Learn from k pairs of v and h through `P h` and `v`."""
-        return self.step_with_peaks(Q, peaks, self.precondition(Q, h), v, lr, decay)
+        return self.step_with_peaks(Q, peaks, self.precondition(Q, h), v, lr, decay, level)
 
     def scale(self, Q: State, c: Tensor) -> State:
         """Return `c Q`."""
@@ -362,7 +378,14 @@ class InverseFree(Kron):
             )
 
     def update_with_peaks(
-        self, Q: State, peaks: Tensor, v: Tensor, h: Tensor, lr: float | Tensor, decay: float
+        self,
+        Q: State,
+        peaks: Tensor,
+        v: Tensor,
+        h: Tensor,
+        lr: float | Tensor,
+        decay: float,
+        level: bool = True,
     ) -> tuple[State, Tensor]:
         """Learn from k pairs of v and h through `P h` and `v`."""
-        return self.step_with_peaks(Q, peaks, self.precondition(Q, h), v, lr, decay)
+        return self.step_with_peaks(Q, peaks, self.precondition(Q, h), v, lr, decay, level)

@@ -293,6 +293,9 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     return (torch.stack([x.to(real[0].device, dtype) for x in ends]).abs() < math.inf).all()
 
 # %% ../nbs/optimizer/03_psgd.ipynb #4e3f9b10
+_LEVEL_EVERY = 10  # fits; the factors part by a power of two in hundreds
+
+
 def fits(
     active: Iterable[tuple[dict[str, Any], Bucket]],
     ready: Iterable[Any],
@@ -326,6 +329,7 @@ def fits(
             group["normalizer"],
             finite.to(bucket.device),
             Q,
+            level=group["fits"] % _LEVEL_EVERY == 0,
         )
         for (group, bucket), Q in zip(active, ready, strict=True)
     ]
@@ -584,7 +588,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         used = finite & ~refused.to(finite.device)
         hold_averages(self.state, means, used)
         states, dropped = fits(active, ready, *probed, used)
-        steps = {"t": 1, "skipped": ~finite & ~refused.to(finite.device), "dropped": dropped}
+        steps = {"t": 1, "fits": int(bool(states)), "dropped": dropped}
+        steps["skipped"] = ~finite & ~refused.to(finite.device)
         counts = (
             {name: groups[0][name] + n for name, n in steps.items()}
             | trial

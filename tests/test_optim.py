@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from toys import HVP, NAMES, equal, generator, loss_of, network, quiet, same, take, weights
 
 from psgd_lit import optim
@@ -18,6 +18,7 @@ from psgd_lit.buckets import Bucket
 from psgd_lit.derivatives import draw_probes
 from psgd_lit.groups.diagonal import Diagonal
 from psgd_lit.groups.kron import Kron
+from psgd_lit.groups.sparse_lu import SparseLU
 from psgd_lit.groups.triangular import Triangular
 from psgd_lit.optim import PSGD, period
 
@@ -237,6 +238,45 @@ def test_states_are_the_optimizers_own_memory():
         o.step(lambda model=model: loss_of(model))
     assert same(weights(net), weights(twin))
     assert equal(opt.state_dict()["state"], other.state_dict()["state"])
+
+
+@pytest.mark.parametrize("name", ["kron", "splu"])
+def test_factors_are_levelled_at_every_tenth_fit(name, monkeypatch):
+    """P is the same to the last bit as if they were levelled at each one, and a run goes on at the same one."""
+    form = {"kron": Kron, "splu": SparseLU}[name]
+    level, calls = form.balance, []
+
+    def counted(self, Q, active):
+        calls.append(self)
+        return level(self, Q, active)
+
+    monkeypatch.setattr(form, "balance", counted)
+
+    def run(every: int, steps: int, net: nn.Module, opt: PSGD) -> int:
+        monkeypatch.setattr(optim, "_LEVEL_EVERY", every)
+        calls.clear()
+        for _ in range(steps):
+            opt.step(lambda: loss_of(net))
+        return len(calls) // len(list(opt.buckets.active(list(net.parameters()))))
+
+    kind: dict[str, Any] = {
+        "lr": 0.02,
+        "preconditioner": name,
+        "lr_preconditioner": 0.5,
+        "hvp": "whiten",
+        "update_every": 1,
+    }
+    nets = [network() for _ in range(3)]
+    opts = [PSGD(net.parameters(), **kind) for net in nets]
+    assert run(1, 25, nets[0], opts[0]) == 25
+    assert run(10, 25, nets[1], opts[1]) == 3
+    assert run(10, 12, nets[2], opts[2]) == 2
+    other = PSGD(nets[2].parameters(), **kind)
+    other.load_state_dict(opts[2].state_dict())
+    assert run(10, 13, nets[2], other) == 1
+    assert same(weights(nets[0]), weights(nets[1]))
+    assert same(weights(nets[1]), weights(nets[2]))
+    assert equal(opts[1].state_dict()["state"], other.state_dict()["state"])
 
 
 # Frozen parameters

@@ -89,6 +89,7 @@ def learn(
     lr: float | Tensor,
     normalizer: str = "pair",
     trusted: Tensor | None = None,
+    level: bool = True,
 ) -> Fit:
     """Learn from k pairs of a probe `v` and its Hessian-vector product `h`, each `(*batch, n, k)`.
 
@@ -101,6 +102,7 @@ def learn(
         normalizer: what a half gradient is divided by: "running", a decaying maximum over the pairs so far, or "pair", the
             maximum of this pair alone, as in the paper.
         trusted: booleans that broadcast to the batch, or None for all; members without trust keep their bits.
+        level: whether to balance the factors of Q, which changes no bit of P and is needed now and then.
 
     Returns:
         What is known after these pairs. Members whose h is not finite keep their bits.
@@ -120,6 +122,6 @@ def learn(
     weighted = weight.mul_(v).nan_to_num_(0.0, math.inf, -math.inf)  # eq-weighted-probe
     h = (h * known).nan_to_num_(0.0)
     Q, peaks = group.update_with_peaks(
-        fit.Q, fit.peaks, weighted, h, lr, peak_decay(normalizer)
+        fit.Q, fit.peaks, weighted, h, lr, peak_decay(normalizer), level
     )
     return Fit(Q, peaks, share, pairs)

@@ -181,7 +181,14 @@ class Group(ABC):
         return self.move(Q, E), maxima  # eq-move
 
     def step_with_peaks(
-        self, Q: State, peaks: Tensor, a: Tensor, b: Tensor, lr: float | Tensor, decay: float
+        self,
+        Q: State,
+        peaks: Tensor,
+        a: Tensor,
+        b: Tensor,
+        lr: float | Tensor,
+        decay: float,
+        level: bool = True,
     ) -> tuple[State, Tensor]:
         """Take a step that divides by the largest half gradient of this pair or of earlier ones, as far as they are remembered.
 
@@ -192,6 +199,7 @@ class Group(ABC):
             lr: normalised step size in (0, 1); a tensor may hold one for each member.
             decay: what a remembered half gradient is multiplied by at each step, in [0, 1]; 0 forgets them. A peak that is
                 remembered grows at most tenfold in a step.
+            level: whether to balance the new state, which changes no bit of P, and so may wait for a later step.
 
         Returns:
             The new state and the new peaks. Members whose pair is zero or not finite keep their bits.
@@ -207,7 +215,8 @@ class Group(ABC):
         new = maxima.nan_to_num(0.0, 0.0).sqrt() * unit[..., None]
         if decay:
             new = torch.where(old > 0, new.clamp(old, 10 * old), new)
-        return self.balance(after, active), torch.where(active[..., None], new, peaks)
+        levelled = self.balance(after, active) if level else after
+        return levelled, torch.where(active[..., None], new, peaks)
 
     def step(self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor) -> State:
         """Take one normalised step of relative gradient descent on the criterion: `step_with_peaks` without any."""
@@ -222,10 +231,18 @@ class Group(ABC):
         )[0]
 
     def update_with_peaks(
-        self, Q: State, peaks: Tensor, v: Tensor, h: Tensor, lr: float | Tensor, decay: float
+        self,
+        Q: State,
+        peaks: Tensor,
+        v: Tensor,
+        h: Tensor,
+        lr: float | Tensor,
+        decay: float,
+        level: bool = True,
     ) -> tuple[State, Tensor]:
         """Learn from k pairs of v and h by `step_with_peaks`, and return the new state and the new peaks."""
-        return self.step_with_peaks(Q, peaks, self.apply(Q, h), self.solve_t(Q, v), lr, decay)
+        a, b = self.apply(Q, h), self.solve_t(Q, v)
+        return self.step_with_peaks(Q, peaks, a, b, lr, decay, level)
 
     def precondition(self, Q: State, g: Tensor) -> Tensor:
         """Return `P g = Q^T Q g` for k gradients at once, `(*batch, n, k)`, a new tensor."""
