@@ -268,10 +268,8 @@ class Bucket(Columns):
         v, h = self.gather(probe), self.gather(product)
         asked = [not probe.keys().isdisjoint(block.params) for block in self.blocks]
         if not all(asked):
-            parts = [
-                torch.full((block.batch,), one, device=self.device)
-                for block, one in zip(self.blocks, asked, strict=True)
-            ]
+            each = zip(self.blocks, asked, strict=True)
+            parts = [torch.full((b.batch,), one, device=self.device) for b, one in each]
             trusted = torch.cat(parts) if trusted is None else trusted & torch.cat(parts)
         if Q is not None and trusted is not None and self.may_sleep:
             Q = map_leaves(lambda new, old: new.where(trusted.all(), old), Q, self.Q)

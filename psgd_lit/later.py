@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .groups.diagonal import Diagonal
 from .groups.kron import Kron, act_along, unfold
-from .groups.protocol import Group, State, largest_entry, safe_pair, step_rate
+from .groups.protocol import Group, State, largest_entry, step_rate
 from .groups.triangular import Triangular
 
 # %% ../nbs/optimizer/10_later_updates.ipynb #a5b70c36
@@ -152,14 +152,7 @@ class Sampled(Group):
         return (self.form.move(Q[0], E), Q[1])
 
     def update_with_peaks(
-        self,
-        Q: State,
-        peaks: Tensor,
-        v: Tensor,
-        h: Tensor,
-        lr: float | Tensor,
-        decay: float,
-        level: bool = True,
+        self, Q: State, peaks: Tensor, v: Tensor, h: Tensor, lr: float | Tensor, decay: float
     ) -> tuple[State, Tensor]:
         """Learn from k pairs of v and h, each factor from a window of its columns."""
         (inner, count), parts, steps = Q, self.form.factors, []
@@ -167,10 +160,8 @@ class Sampled(Group):
         for i, (p, q, m) in enumerate(zip(parts, inner, old, strict=True)):
             units = window_of(sizes[(i + 1) % len(sizes)], self.share, count)
             a, b = seen_through(self.form, inner, i, units, v, h)
-            steps.append(p.step_with_peaks(q, m, a, b, lr, decay, level))
+            steps.append(p.step_with_peaks(q, m, a, b, lr, decay))
         states, new = zip(*steps, strict=True)
-        if level:
-            states = self.form.balance(states, safe_pair(v, h)[3])
         return (states, count + 1), torch.cat(new, -1)
 
     def balance(self, Q: State, active: Tensor) -> State:
@@ -324,17 +315,10 @@ class Symmetric(Group):
         return (torch.where(norm[..., None, None] > 0, moved, Q[0]),), norm[..., None]
 
     def update_with_peaks(
-        self,
-        Q: State,
-        peaks: Tensor,
-        v: Tensor,
-        h: Tensor,
-        lr: float | Tensor,
-        decay: float,
-        level: bool = True,
+        self, Q: State, peaks: Tensor, v: Tensor, h: Tensor, lr: float | Tensor, decay: float
     ) -> tuple[State, Tensor]:
         """Learn from k pairs of v and h through `P h` and `v`."""
-        return self.step_with_peaks(Q, peaks, self.precondition(Q, h), v, lr, decay, level)
+        return self.step_with_peaks(Q, peaks, self.precondition(Q, h), v, lr, decay)
 
     def scale(self, Q: State, c: Tensor) -> State:
         """Return `c Q`."""
@@ -378,14 +362,7 @@ class InverseFree(Kron):
             )
 
     def update_with_peaks(
-        self,
-        Q: State,
-        peaks: Tensor,
-        v: Tensor,
-        h: Tensor,
-        lr: float | Tensor,
-        decay: float,
-        level: bool = True,
+        self, Q: State, peaks: Tensor, v: Tensor, h: Tensor, lr: float | Tensor, decay: float
     ) -> tuple[State, Tensor]:
         """Learn from k pairs of v and h through `P h` and `v`."""
-        return self.step_with_peaks(Q, peaks, self.precondition(Q, h), v, lr, decay, level)
+        return self.step_with_peaks(Q, peaks, self.precondition(Q, h), v, lr, decay)

@@ -585,24 +585,19 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         moves, finite = planned_moves(groups, active, ready, gradient, means)
         trial, refused = judged(groups[0], loss)
         moves, kept = tried(moves, self.state, refused, trial["part"]) if trial else (moves, {})
-        used = finite & ~refused.to(finite.device)
+        accepted = ~refused.to(finite.device)
+        used = finite & accepted
         hold_averages(self.state, means, used)
         states, dropped = fits(active, ready, *probed, used)
-        steps = {"t": 1, "fits": int(bool(states)), "dropped": dropped}
-        steps["skipped"] = ~finite & ~refused.to(finite.device)
-        counts = (
-            {name: groups[0][name] + n for name, n in steps.items()}
-            | trial
-            | after_loss(groups[0], loss)
-        )
+        skipped = accepted & ~finite
+        steps = {"t": 1, "fits": bool(states), "skipped": skipped, "dropped": dropped}
+        counts = {name: groups[0][name] + n for name, n in steps.items()} | trial
+        counts |= after_loss(groups[0], loss)
         self.look(active, ready, states, gradient, means, probed, moves)
         for move in moves:
             move.make()
         buckets.keep(states)
-        for p, entries in [
-            *((p, {"momentum": mean}) for p, mean in means.items()),
-            *kept.items(),
-        ]:
+        for p, entries in [*((p, {"momentum": m}) for p, m in means.items()), *kept.items()]:
             self.state[p] |= entries
         for group in groups:
             group |= counts

@@ -803,7 +803,7 @@ class SharedPSGD(OwnedState):
         dropped = team.total(plan.dropped.double()) > 0 if learns else plan.dropped
         for move in local_moves(self.param_groups, steps, plan.finite):
             move.make()
-        counts = {"t": 1, "fits": int(learns), "skipped": ~plan.finite, "dropped": dropped}
+        counts = {"t": 1, "fits": learns, "skipped": ~plan.finite, "dropped": dropped}
         self._keep(plan, counts, found.loss)
 
     def _keep(self, plan: Plan, counts: Mapping[str, Any], loss: Any) -> None:

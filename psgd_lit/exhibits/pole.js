@@ -3,7 +3,7 @@ import { agree, chart, difference, inks, legend, mount, slider, tell, watch } fr
 
 const KINDS = {
   // of damping: the colour, the dashes and the words of each
-  nonconvex: { colour: "other", dash: [], words: "nonconvex, h + λu" },
+  nonconvex: { colour: "psgd", dash: [], words: "nonconvex, h + λu" },
   traditional: { colour: "third", dash: [6, 4], words: "traditional, h + λv" },
   none: { colour: "soft", dash: [2, 3], words: "none" },
 };

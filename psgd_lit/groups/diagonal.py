@@ -164,14 +164,7 @@ class Equilibration(Diagonal):
         return (d * rms_v, rms_h / d, count)
 
     def update_with_peaks(
-        self,
-        Q: State,
-        peaks: Tensor,
-        v: Tensor,
-        h: Tensor,
-        lr: float | Tensor,
-        decay: float,
-        level: bool = True,
+        self, Q: State, peaks: Tensor, v: Tensor, h: Tensor, lr: float | Tensor, decay: float
     ) -> tuple[State, Tensor]:
         """Let k pairs of a probe `v` and its product `h`, each `(*batch, n, k)`, enter the means.
 
@@ -182,7 +175,6 @@ class Equilibration(Diagonal):
             h: their Hessian-vector products; an entry whose h is exactly zero in all columns keeps its bits.
             lr: the smallest weight of a new pair, in (0, 1); a tensor may hold one for each member.
             decay: of the peaks, unused.
-            level: unused, since there is one factor.
 
         Returns:
             The new state and the peaks. Members that hold a value that is not finite, or whose h is zero, keep their

@@ -122,6 +122,8 @@ def learn(
     weighted = weight.mul_(v).nan_to_num_(0.0, math.inf, -math.inf)  # eq-weighted-probe
     h = (h * known).nan_to_num_(0.0)
     Q, peaks = group.update_with_peaks(
-        fit.Q, fit.peaks, weighted, h, lr, peak_decay(normalizer), level
+        fit.Q, fit.peaks, weighted, h, lr, peak_decay(normalizer)
     )
+    if level:
+        Q = group.balance(Q, counts)
     return Fit(Q, peaks, share, pairs)

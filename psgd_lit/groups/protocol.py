@@ -144,7 +144,7 @@ class Group(ABC):
         """Return Q as a dense matrix, `(*batch, n, n)`, written from the state: the oracle of the tests."""
 
     def balance(self, Q: State, active: Tensor) -> State:
-        """Return Q with scale moved, by powers of two, between the factors of active members; here there is one."""
+        """Return Q with scale moved between the factors of active members, by powers of two: no bit of P changes. Here is one."""
         return Q
 
     @property
@@ -181,14 +181,7 @@ class Group(ABC):
         return self.move(Q, E), maxima  # eq-move
 
     def step_with_peaks(
-        self,
-        Q: State,
-        peaks: Tensor,
-        a: Tensor,
-        b: Tensor,
-        lr: float | Tensor,
-        decay: float,
-        level: bool = True,
+        self, Q: State, peaks: Tensor, a: Tensor, b: Tensor, lr: float | Tensor, decay: float
     ) -> tuple[State, Tensor]:
         """Take a step that divides by the largest half gradient of this pair or of earlier ones, as far as they are remembered.
 
@@ -199,10 +192,9 @@ class Group(ABC):
             lr: normalised step size in (0, 1); a tensor may hold one for each member.
             decay: what a remembered half gradient is multiplied by at each step, in [0, 1]; 0 forgets them. A peak that is
                 remembered grows at most tenfold in a step.
-            level: whether to balance the new state, which changes no bit of P, and so may wait for a later step.
 
         Returns:
-            The new state and the new peaks. Members whose pair is zero or not finite keep their bits.
+            The new state, not balanced, and the new peaks. Members whose pair is zero or not finite keep their bits.
 
         Raises:
             ValueError: if a number `lr` is outside (0, 1).
@@ -215,34 +207,25 @@ class Group(ABC):
         new = maxima.nan_to_num(0.0, 0.0).sqrt() * unit[..., None]
         if decay:
             new = torch.where(old > 0, new.clamp(old, 10 * old), new)
-        levelled = self.balance(after, active) if level else after
-        return levelled, torch.where(active[..., None], new, peaks)
+        return after, torch.where(active[..., None], new, peaks)
 
     def step(self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor) -> State:
-        """Take one normalised step of relative gradient descent on the criterion: `step_with_peaks` without any."""
-        return self.step_with_peaks(
-            Q, a.new_zeros(*a.shape[:-2], self.maxima), a, b, lr, decay=0.0
-        )[0]
+        """Take one normalised step of relative gradient descent on the criterion, `step_with_peaks` without any, and balance."""
+        none = a.new_zeros(*a.shape[:-2], self.maxima)
+        after, peaks = self.step_with_peaks(Q, none, a, b, lr, decay=0.0)
+        return self.balance(after, (peaks > 0).any(-1))
 
     def update(self, Q: State, v: Tensor, h: Tensor, lr: float | Tensor) -> State:
         """Learn from k pairs of a probe `v` and its Hessian-vector product `h`, each `(*batch, n, k)`, by `step`."""
-        return self.update_with_peaks(
-            Q, v.new_zeros(*v.shape[:-2], self.maxima), v, h, lr, decay=0.0
-        )[0]
+        none = v.new_zeros(*v.shape[:-2], self.maxima)
+        after, peaks = self.update_with_peaks(Q, none, v, h, lr, decay=0.0)
+        return self.balance(after, (peaks > 0).any(-1))
 
     def update_with_peaks(
-        self,
-        Q: State,
-        peaks: Tensor,
-        v: Tensor,
-        h: Tensor,
-        lr: float | Tensor,
-        decay: float,
-        level: bool = True,
+        self, Q: State, peaks: Tensor, v: Tensor, h: Tensor, lr: float | Tensor, decay: float
     ) -> tuple[State, Tensor]:
         """Learn from k pairs of v and h by `step_with_peaks`, and return the new state and the new peaks."""
-        a, b = self.apply(Q, h), self.solve_t(Q, v)
-        return self.step_with_peaks(Q, peaks, a, b, lr, decay, level)
+        return self.step_with_peaks(Q, peaks, self.apply(Q, h), self.solve_t(Q, v), lr, decay)
 
     def precondition(self, Q: State, g: Tensor) -> Tensor:
         """Return `P g = Q^T Q g` for k gradients at once, `(*batch, n, k)`, a new tensor."""
