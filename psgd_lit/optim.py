@@ -585,14 +585,20 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         moves, finite = planned_moves(groups, active, ready, gradient, means)
         trial, refused = judged(groups[0], loss)
         moves, kept = tried(moves, self.state, refused, trial["part"]) if trial else (moves, {})
-        accepted = ~refused.to(finite.device)
-        used = finite & accepted
+        used = finite & ~refused.to(finite.device)
         hold_averages(self.state, means, used)
         states, dropped = fits(active, ready, *probed, used)
-        skipped = accepted & ~finite
-        steps = {"t": 1, "fits": bool(states), "skipped": skipped, "dropped": dropped}
-        counts = {name: groups[0][name] + n for name, n in steps.items()} | trial
-        counts |= after_loss(groups[0], loss)
+        steps = {
+            "t": 1,
+            "fits": bool(states),
+            "skipped": ~finite & ~refused.to(finite.device),
+            "dropped": dropped,
+        }
+        counts = (
+            {name: groups[0][name] + n for name, n in steps.items()}
+            | trial
+            | after_loss(groups[0], loss)
+        )
         self.look(active, ready, states, gradient, means, probed, moves)
         for move in moves:
             move.make()

@@ -211,14 +211,16 @@ class Group(ABC):
 
     def step(self, Q: State, a: Tensor, b: Tensor, lr: float | Tensor) -> State:
         """Take one normalised step of relative gradient descent on the criterion, `step_with_peaks` without any, and balance."""
-        none = a.new_zeros(*a.shape[:-2], self.maxima)
-        after, peaks = self.step_with_peaks(Q, none, a, b, lr, decay=0.0)
+        after, peaks = self.step_with_peaks(
+            Q, a.new_zeros(*a.shape[:-2], self.maxima), a, b, lr, decay=0.0
+        )
         return self.balance(after, (peaks > 0).any(-1))
 
     def update(self, Q: State, v: Tensor, h: Tensor, lr: float | Tensor) -> State:
         """Learn from k pairs of a probe `v` and its Hessian-vector product `h`, each `(*batch, n, k)`, by `step`."""
-        none = v.new_zeros(*v.shape[:-2], self.maxima)
-        after, peaks = self.update_with_peaks(Q, none, v, h, lr, decay=0.0)
+        after, peaks = self.update_with_peaks(
+            Q, v.new_zeros(*v.shape[:-2], self.maxima), v, h, lr, decay=0.0
+        )
         return self.balance(after, (peaks > 0).any(-1))
 
     def update_with_peaks(
