@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from .regularization import clip_factor, threshold
+from .regularization import clip_blocks, clip_factor, threshold
 
 # %% ../nbs/optimizer/02_descent.ipynb #e533bb1d
 class Trial(NamedTuple):
@@ -228,8 +228,8 @@ class RunWatch:
         if self._seen is None:
             return
         both = [(b, Q) for (_, b), Q in zip(active, ready, strict=True)]
-        ahead = [b.scatter(b.precondition({**g, **means}, Q)) for b, Q in both]
-        u = [x for values in ahead for p, x in values.items() if p in g]
+        ahead = [b.precondition({**g, **means}, Q) for b, Q in both]
+        u = [x for (b, _), each in zip(both, ahead, strict=True) for x in b.parts(each, g)]
         if pairs[1]:
             terms = [criterion_terms(b, Q, *pairs) for b, Q in both]
             one, other = torch.stack([x.to(terms[0]) for x in terms]).sum(0)
@@ -241,7 +241,10 @@ class RunWatch:
             self.param_groups[0],
             [torch.view_as_real(p) if p.is_complex() else p for p in g],
         )
-        self._seen["clip"] = clip_factor(u, threshold(head["max_norm"], head["hvp"], real))
+        most = threshold(head["max_norm"], head["hvp"], real)
+        if head["max_norm"] == "auto":
+            clip_blocks(ahead, most)
+        self._seen["clip"] = clip_factor(u, most)
         for (_, b), state in zip(active, states or [b.state for _, b in active], strict=True):
             self._grow_old(b.blocks, b.state["pairs"], state["pairs"])
 

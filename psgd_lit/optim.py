@@ -51,7 +51,7 @@ from psgd_lit.descent import (
     on_trial,
     word_of_trouble,
 )
-from .regularization import clip_factor, damp, threshold
+from .regularization import clip_blocks, clip_factor, damp, threshold
 from psgd_lit.settings import (
     LR,
     SETTINGS,
@@ -219,6 +219,8 @@ def planned_moves(
     ]
     lengths = [u for _, b, x in ahead for u in b.parts(x, gradient)]
     most = threshold(groups[0]["max_norm"], groups[0]["hvp"], [as_real(p) for p in gradient])
+    if groups[0]["max_norm"] == "auto":
+        clip_blocks([x for *_, x in ahead], most)
     factor = clip_factor(lengths, most)
     finite = factor > 0
     return [planned_move(*one, gradient, factor, finite) for one in ahead], finite
@@ -397,7 +399,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         damping: lambda of the damping that Q is fitted with; P stays below about 1 / lambda.
         damping_kind: "nonconvex", by independent noise, or "traditional", by the probe itself.
         max_norm: threshold on the norm of `P g` over all parameters; "auto" is the root of their number with "whiten",
-            else the norm of the parameters, but 1 at least.
+            else the norm of the parameters, but 1 at least, and no block's step is longer by itself.
         monotone: whether a step that has raised the loss is taken back and halved at the next call; for losses that are
             the same function at each call.
         momentum: weight of the past in the average of gradients that P multiplies.

@@ -34,6 +34,7 @@ from .descent import after_loss, number
 from .groups.protocol import Group
 from .hvp import hvp_approx
 from .optim import PSGD, Move, averages, damped_pairs, fits, hold_averages, planned_move
+from .regularization import clip_blocks
 
 # %% ../nbs/optimizer/08_several_machines.ipynb #fe6fd71a
 @dataclass(frozen=True)
@@ -465,6 +466,7 @@ def bad_signs(loss: Any, overflow: Tensor | None, like: Tensor) -> Tensor:
 # %% ../nbs/optimizer/08_several_machines.ipynb #0cfac673
 def shared_factor(
     team: Team,
+    columns: Iterable[Tensor],
     lengths: Iterable[Tensor],
     held: Sequence[Tensor],
     count: int,
@@ -475,7 +477,8 @@ def shared_factor(
 
     Args:
         team: the ranks.
-        lengths: P g of the blocks that this rank owns.
+        columns: P g of the blocks that this rank owns; those that are too long by themselves are shortened.
+        lengths: views of them by parameter.
         held: what this rank holds of the parameters.
         count: the number of entries of all parameters.
         head: a param group, with `max_norm` and `hvp`.
@@ -485,12 +488,12 @@ def shared_factor(
     def square(tensors: Iterable[Tensor]) -> Tensor:
         return sum((x.double().square().sum() for x in tensors), torch.zeros_like(bad))
 
-    step, place, bad = team.total(
-        torch.stack([square(lengths), square(held) * team.parts / team.size, bad])
-    )
+    place, bad = team.total(torch.stack([square(held) * team.parts / team.size, bad]))
     most = head["max_norm"]
     if isinstance(most, str):
         most = math.sqrt(count) if head["hvp"] == "whiten" else place.sqrt().clamp(min=1.0)
+        clip_blocks(columns, most)
+    step = team.total(square(lengths))
     factor: Tensor = (most / step.sqrt()).clamp(max=1.0)  # eq-clipping
     return factor.where(step.isfinite() & (bad == 0), 0.0)
 
@@ -539,7 +542,7 @@ def planned(
     gradient: Mapping[Tensor, Tensor],
     pairs: Mapping[Tensor, tuple[Tensor, Tensor]],
     draw: Callable[[int], Mapping[Tensor, Tensor]],
-    clip: Callable[[list[Tensor]], Tensor],
+    clip: Callable[[list[Tensor], list[Tensor]], Tensor],
 ) -> Plan:
     """Compute the step of some blocks, and change nothing.
 
@@ -548,7 +551,7 @@ def planned(
         gradient: of the parameters of these blocks.
         pairs: probe and product of each, if Q is to be fitted.
         draw: draws probes at an iteration.
-        clip: returns the factor of the whole step from the P g of these blocks.
+        clip: returns the factor of the whole step from the P g of these blocks, as columns and by parameter.
     """
     groups, state = optimizer.param_groups, optimizer.state
     active = optimizer.buckets.active(gradient)
@@ -560,7 +563,8 @@ def planned(
         (group, b, b.precondition(known, Q))
         for (group, b), Q in zip(active, ready, strict=True)
     ]
-    factor = clip([u for _, b, x in ahead for p, u in b.scatter(x).items() if p in gradient])
+    lengths = [u for _, b, x in ahead for p, u in b.scatter(x).items() if p in gradient]
+    factor = clip([x for *_, x in ahead], lengths)
     finite = factor > 0
     hold_averages(state, means, finite)
     states, dropped = fits(active, ready, *probed, finite)
