@@ -191,8 +191,15 @@ def affine_blocks(model: nn.Module) -> list[Block]:
     MultiheadAttention, and the Conv1D of transformers. A parameter that no block holds stays a block of its own. A tied parameter belongs to the first
     layer that uses it, and the other layers' parameters stay on their own.
 
+    Raises:
+        TypeError: if it is no model.
+
     Source: Li 2018, section IV.A.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"affine_blocks takes a model, a torch.nn.Module, not {type(model).__name__}"
+        )
     blocks: list[Block] = []
     taken: set[Tensor] = set()
     for layer in model.modules():

@@ -2,7 +2,8 @@
 
 # %% auto #0
 __all__ = ['Rule', 'Preconditioner', 'RULES', 'FLAT_RULES', 'MAX_DENSE', 'KronRule', 'ScanRule', 'rule_of', 'is_flat', 'Choice',
-           'cover', 'checked_blocks', 'choose', 'leaves', 'state_dtype', 'describe_choices', 'names_of']
+           'cover', 'checked_blocks', 'check_blocks_met', 'choose', 'leaves', 'state_dtype', 'describe_choices',
+           'names_of']
 
 # %% ../nbs/appendix/07_blocks.ipynb #cfd3724a
 import inspect
@@ -198,6 +199,23 @@ def checked_blocks(blocks: Any) -> tuple[Block, ...]:
                     f"shape {tuple(piece.param.shape)} once"
                 )
     return found
+
+# %% ../nbs/appendix/07_blocks.ipynb #45c77883
+def check_blocks_met(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the blocks of param groups, where any are given, hold a parameter of one of them.
+
+    Args:
+        groups: all param groups, each with `params` and `blocks`.
+
+    Raises:
+        ValueError: if none does.
+    """
+    trained = {p for group in groups for p in group["params"]}
+    given = [block for group in groups for block in group["blocks"]]
+    if given and all(trained.isdisjoint(block.params) for block in given):
+        raise ValueError(
+            "none of the blocks holds a parameter of this optimizer: make them of the model whose parameters it gets"
+        )
 
 # %% ../nbs/appendix/07_blocks.ipynb #d0115504
 MAX_DENSE = 20_000  # parameters: a dense factor of this size takes 1.6 GB in float32

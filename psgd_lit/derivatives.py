@@ -70,12 +70,19 @@ def draw_probes(
         seed: non-negative and below 2^31.
         t: the iteration.
         law: one of `PROBES`: "normal", or "rademacher", whose entries are signs.
+
+    Raises:
+        RuntimeError: if a parameter has no memory.
     """
     streams: dict[torch.device, list[Tensor]] = {}
     for p in params:
         streams.setdefault(p.device, []).append(p)
     probes: dict[Tensor, Tensor] = {}
     for place, (device, members) in enumerate(streams.items()):
+        if device.type == "meta":
+            raise RuntimeError(
+                "a parameter is on the device meta, without memory: make the optimizer after to_empty or loading"
+            )
         start = (
             seed * 0x9E3779B1 + place * 0x85EBCA77 + t
         )  # devices of one kind share no numbers
@@ -244,11 +251,8 @@ def _difference(
         return loss_and_gradient(lambda: loss, params)
 
     if history is not None and history.differences % 1000 == 0:
-        with (
-            torch.random.fork_rng({p.device for p in params if p.is_cuda}),
-            precision_checked(),
-        ):
-            first = evaluate(closure, params)[1]
+        with torch.random.fork_rng({p.device for p in params if p.is_cuda}):
+            first = precision_checked(lambda: evaluate(closure, params)[1])
     found = hvp_approx(closure, params, probe, evaluate=evaluate)
     if first is not None:
         warn_if_unsteady(first, found.gradient, found.product, PAPER_STEP)
@@ -279,9 +283,14 @@ def closure_derivatives(
         hvp: one of `HVP`.
 
     Raises:
+        TypeError: if the closure is no function.
         RuntimeError: if the closure called `backward` in a way from which the product cannot be had.
         ValueError: if a loss that must follow the parameters was computed before the closure ran.
     """
+    if not callable(closure):
+        raise TypeError(
+            f"step takes a function that returns the loss, such as lambda: loss_fn(model(x), y), not {type(closure).__name__}"
+        )
     warn_if_batches_are_lost()
     if probe is not None and hvp == "approx":
         return _difference(closure, params, probe)

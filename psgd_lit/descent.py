@@ -121,25 +121,39 @@ def after_loss(head: Mapping[str, Any], loss: Tensor | None) -> dict[str, Any]:
     return {"exploded": head["exploded"] + (size > usual)}
 
 # %% ../nbs/optimizer/02_descent.ipynb #d0e278a7
+_TROUBLES = {  # by count: the share of all steps from which on it is told, and how
+    "dropped": (
+        0.0,
+        "some fits of the preconditioner were dropped, because a Hessian-vector product was not finite while the "
+        "gradient was: see opt.dropped_fits; an operator such as norm or sqrt has no second derivative at 0",
+    ),
+    "exploded": (
+        0.0,
+        "the loss has exploded: at some steps it was a hundred times as large as the largest of the first ten; see "
+        "opt.exploded, and choose a smaller lr or max_norm, or monotone=True if the loss is deterministic",
+    ),
+    "skipped": (
+        0.5,
+        "most steps were not taken, because the loss, a gradient or P g was not finite: see opt.skipped, and whether the "
+        "loss is finite",
+    ),
+    "refused": (
+        0.8,
+        "nearly all steps were taken back, because the loss had risen: see opt.refused; monotone=True needs a loss that "
+        "is the same function at each call, not one of a new batch",
+    ),
+}
+
+
 def word_of_trouble(head: Mapping[str, Any]) -> str | None:
-    """Return a warning, at iterations at which the host may wait, if fits were dropped or the loss has exploded.
+    """Return a warning, at iterations at which the host may wait, if steps or fits were lost or the loss has exploded.
 
     Args:
-        head: a param group, with `t`, `dropped` and `exploded`.
+        head: a param group, with `t`, `dropped`, `exploded`, `skipped` and `refused`.
     """
-    if not is_read(int(head["t"])):
-        return None
-    if int(head["dropped"]):
-        return (
-            "some fits of the preconditioner were dropped, because a Hessian-vector product was not finite while the "
-            "gradient was: see opt.dropped_fits; an operator such as norm or sqrt has no second derivative at 0"
-        )
-    if int(head["exploded"]):
-        return (
-            "the loss has exploded: at some steps it was a hundred times as large as the largest of the first ten; see "
-            "opt.exploded, and choose a smaller lr or max_norm, or monotone=True if the loss is deterministic"
-        )
-    return None
+    t = int(head["t"])
+    told = _TROUBLES.items() if is_read(t) else ()
+    return next((words for name, (share, words) in told if int(head[name]) > share * t), None)
 
 # %% ../nbs/optimizer/02_descent.ipynb #f339ce5d
 COUNTS = {"t": 0, "joined": 0, "fits": 0, "skipped": 0, "dropped": 0, "ceiling": 0.0}

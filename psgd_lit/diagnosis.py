@@ -429,13 +429,17 @@ class _Visit:
         found: list[StepCost] = []
         for place, (name, make) in enumerate(makers.items()):
             until = perf_counter() + self.left() / (len(makers) - place)
-            mine = [""] if name in plain else kinds
+            mine, why = [""] if name in plain else kinds, "no time for three rounds"
+            costs: list[StepCost] = []
             with unchanged(self.model):
-                opt = make(self.model.parameters(), lr=0.0)
-                costs = step_costs(name, opt, self.model, self.loss, mine, until, rounds)
+                try:
+                    opt = make(self.model.parameters(), lr=0.0)
+                    costs = step_costs(name, opt, self.model, self.loss, mine, until, rounds)
+                except RuntimeError as error:
+                    why = str(error).partition("\n")[0]
             found += costs
             if not costs:
-                self.left_out.append(f"times of {name}: no time for three rounds")
+                self.left_out.append(f"times of {name}: {why}")
         return found
 
 # %% ../nbs/appendix/11_doctor.ipynb #630be347

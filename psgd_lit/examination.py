@@ -207,6 +207,8 @@ def try_products(
             ]
         except Exception as error:
             return [], str(error).partition("\n")[0] or type(error).__name__
+        if any(x.layout != torch.strided for x in product):
+            return [], "a gradient is sparse: make the layer with sparse=False"
         finite = all(bool(x.isfinite().all()) for x in product)
         return (product, "") if finite else ([], "its product is not finite")
 

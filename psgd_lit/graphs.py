@@ -21,12 +21,14 @@ _REFUSALS = re.compile(
     r"|forward AD with .* does not support it"  # an operator without a forward formula
     r"|ZeroTensors are immutable"  # torch's forward mode in mse_loss, which its other forms don't share
     r"|Trying to set a forward gradient that has a different size"  # and one with a wrong formula
+    r"|Nested forward mode AD is not supported"  # and one that is of forward mode itself
     r"|implement the jvp function"  # a torch.autograd.Function without one
     r"|does not currently support double backward"  # a compiled model
     r"|compiled with non-empty donated buffers"  # and one whose shapes vary
 )
 WAYS_OUT = (
     'Ways out: hvp="approx" (hvp_approx), which differentiates once; hvp="exact", where only "forward" fails; '
+    '(a - b).square().mean() in place of mse_loss for "forward"; an Embedding and a mean in place of EmbeddingBag; '
     "sparse=False for an embedding; or a closure that runs under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for "
     "attention, under torch.backends.cudnn.flags(enabled=False) for recurrent layers. A compiled model has no double "
     "backward: call (model if opt.due else compiled)(x)."
@@ -184,11 +186,14 @@ def check_precision(loss: Tensor) -> None:
     _check_dtypes({result.dtype for node in nodes(ends) for result in node._input_metadata})
 
 # %% ../nbs/appendix/04_graphs.ipynb #a914816c
-@contextmanager
-def precision_checked() -> Iterator[None]:
-    """Raise a `ValueError` at the end if something inside was kept for its backward pass in half precision.
+def precision_checked(call: Callable[[], Any]) -> Any:
+    """Return what a call returns, if nothing in it was kept for its backward pass in half precision.
 
-    It sees what `check_precision` can't: a loss whose graph is gone.
+    It sees what `check_precision` can't: a loss whose graph is gone. A call of torch.func's, which allows no hooks, is
+    made unseen.
+
+    Raises:
+        ValueError: if something was.
     """
     seen = set()
 
@@ -196,6 +201,12 @@ def precision_checked() -> Iterator[None]:
         seen.add(x.dtype)
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        yield
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            found = call()
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        return call()
     _check_dtypes(seen)
+    return found

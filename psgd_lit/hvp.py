@@ -135,9 +135,12 @@ def differentiate_gradient(
     outputs, weights = zip(*varying, strict=True)
     with refusals_explained():
         # eq-hvp-exact
-        return torch.autograd.grad(
+        product = torch.autograd.grad(
             outputs, params, weights, allow_unused=True, materialize_grads=True
         )
+    return tuple(
+        h.clone() if h._is_zerotensor() else h for h in product
+    )  # others may write to it
 
 # %% ../nbs/criterion/01_hvp.ipynb #bec0de12
 def hvp_exact(

@@ -48,6 +48,7 @@ class PreconditionedLBFGS(torch.optim.LBFGS):
         **settings: of `torch.optim.LBFGS`; `line_search_fn` is "strong_wolfe" unless said otherwise.
 
     Raises:
+        TypeError: if `opt` is no PSGD.
         ValueError: if `opt` has taken no step.
         RuntimeError: if `opt` averages over processes, whose line searches would each see another loss.
 
@@ -67,6 +68,10 @@ class PreconditionedLBFGS(torch.optim.LBFGS):
     """
 
     def __init__(self, opt: PSGD, **settings: Any) -> None:
+        if not isinstance(opt, PSGD):
+            raise TypeError(
+                f"L-BFGS takes a PSGD that has taken steps, not {type(opt).__name__}"
+            )
         if not opt.param_groups[0]["t"]:
             raise ValueError(
                 "opt has learned nothing yet: call opt.step some hundred times, then hand over"

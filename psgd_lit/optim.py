@@ -22,6 +22,7 @@ from torch._compile import (
 from .affine import Block, as_real
 from psgd_lit.blocks import (
     Preconditioner,
+    check_blocks_met,
     checked_blocks,
     describe_choices,
     names_of,
@@ -55,9 +56,9 @@ from .regularization import clip_blocks, clip_factor, damp, threshold
 from psgd_lit.settings import (
     LR,
     SETTINGS,
-    check_process_group,
     check_settings,
     check_trainable,
+    checked_process_group,
     is_period,
     plain,
     restoring,
@@ -392,7 +393,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
             largest one of the pairs so far, as far as they are remembered.
         init_scale: Q starts at this multiple of the identity, P at its square; "auto" takes it from the first pair of
             each block; a block without curvature starts at 1.
-        hvp: "exact" (double backward), "approx" (difference of gradients), "forward" (forward over reverse), or
+        hvp: "exact" (double backward), "approx" (difference of gradients; the closure runs twice), "forward" (forward over reverse), or
             "whiten", which takes the gradient for h and needs no second derivative; then `lr` is about Adam's.
         update_every: fit Q on every k-th step; k, a function of the iteration, "log10", or "auto": every step at first,
             every tenth from the 180th on. Iterations are counted from the one at which the last param group joined.
@@ -462,12 +463,12 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         probes: str = "normal",
         process_group: Any = None,
     ) -> None:
-        check_process_group(process_group)
-        self.process_group = process_group
+        self.process_group = checked_process_group(process_group)
         given: dict[str, Any] = {k: value for k, value in locals().items() if k in SETTINGS}
-        given["lr"] = LR.get(hvp, 0.1) if lr is None else lr
+        given["lr"] = LR.get(str(hvp), 0.1) if lr is None else lr
         given["blocks"] = checked_blocks(() if blocks is None else blocks)
         super().__init__(params, given | COUNTS | {"parts": []})
+        check_blocks_met(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own; a wrong one is an error, and nothing has changed."""

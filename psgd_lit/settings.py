@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['SETTINGS', 'LR', 'PAPER', 'is_period', 'plain', 'check_number', 'check_settings', 'check_trainable',
-           'check_process_group', 'choices_of', 'saved_form', 'saving', 'entries_of', 'check_entries', 'compatible',
+           'checked_process_group', 'choices_of', 'saved_form', 'saving', 'entries_of', 'check_entries', 'compatible',
            'nested_entries', 'loadable', 'restoring']
 
 # %% ../nbs/appendix/09_settings.ipynb #8ef38c9e
@@ -152,19 +152,20 @@ def check_trainable(params: Iterable[Tensor]) -> None:
             )
 
 # %% ../nbs/appendix/09_settings.ipynb #bf5f31f7
-def check_process_group(process_group: Any) -> None:
-    """Check a process group.
+def checked_process_group(process_group: Any) -> Any:
+    """Return a process group.
 
     Raises:
         TypeError: if it is neither None nor a group.
     """
     if process_group is None:
-        return
+        return None
     if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
         raise TypeError(
             "process_group must be None or a group, such as torch.distributed.group.WORLD after init_process_group, not "
             f"{process_group!r}"
         )
+    return process_group
 
 # %% ../nbs/appendix/09_settings.ipynb #c86b403b
 _ON_BLOCKS = ("preconditioner", "blocks")  # settings that are saved in another form
@@ -366,6 +367,8 @@ def loadable(optimizer: Any, given: dict[str, Any]) -> dict[str, Any]:
         entries = nested_entries(choices, entries)
         keys = dict(zip(group["params"], saved["params"], strict=True))
         state |= {keys[p]: entry for p, entry in entries.items()}
+    for group, loaded in zip(groups, settings, strict=True):
+        check_settings({**group, **loaded}, {**groups[0], **settings[0]})
     return {**given, "state": state, "param_groups": settings}
 
 # %% ../nbs/appendix/09_settings.ipynb #eaebda8d

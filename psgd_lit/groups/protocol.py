@@ -186,10 +186,8 @@ class Group(ABC):
         """Take a step that divides by the largest half gradient of this pair or of earlier ones, as far as they are remembered.
 
         Args:
-            Q: the state.
-            peaks: roots of the largest half gradients so far, in the unit of a and b, shape `(*batch, maxima)`.
-            a, b: `Q h` and `Q^-T v`, shape `(*batch, n, k)` each.
-            lr: normalised step size in (0, 1); a tensor may hold one for each member.
+            Q, peaks: the state, and roots of the largest half gradients so far, in the unit of a and b, `(*batch, maxima)`.
+            a, b, lr: `Q h` and `Q^-T v`, `(*batch, n, k)` each, and the normalised step size in (0, 1), one or one a member.
             decay: what a remembered half gradient is multiplied by at each step, in [0, 1]; 0 forgets them. A peak that is
                 remembered grows at most tenfold in a step.
 
