@@ -433,8 +433,15 @@ class _Visit:
             costs: list[StepCost] = []
             with unchanged(self.model):
                 try:
-                    opt = make(self.model.parameters(), lr=0.0)
-                    costs = step_costs(name, opt, self.model, self.loss, mine, until, rounds)
+                    costs = step_costs(
+                        name,
+                        make(self.model.parameters(), lr=0.0),
+                        self.model,
+                        self.loss,
+                        mine,
+                        until,
+                        rounds,
+                    )
                 except RuntimeError as error:
                     why = str(error).partition("\n")[0]
             found += costs
