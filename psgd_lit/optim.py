@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._compile import (
     _disable_dynamo,
 )  # as torch's own optimizers do; torch.compiler's would import all of it
+from torch.optim.optimizer import ParamsT
 
 from .affine import Block, as_real
 from psgd_lit.blocks import (
@@ -441,7 +442,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor | None = None,
         *,
         preconditioner: Preconditioner = "kron",
