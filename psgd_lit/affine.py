@@ -183,7 +183,7 @@ def layer_blocks(layer: nn.Module) -> list[Block]:
             ] or affine_block(own("in_proj_weight"), own("in_proj_bias"), 3 * layer.num_heads)
     return []
 
-# %% ../nbs/forms/02_affine.ipynb #5accb498
+# %% ../nbs/forms/02_affine.ipynb #13ead7ba
 def affine_blocks(model: nn.Module) -> list[Block]:
     """Return the affine transformations of a model as blocks, for the argument `blocks` of the optimizer.
 

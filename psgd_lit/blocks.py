@@ -200,7 +200,7 @@ def checked_blocks(blocks: Any) -> tuple[Block, ...]:
                 )
     return found
 
-# %% ../nbs/appendix/07_blocks.ipynb #45c77883
+# %% ../nbs/appendix/07_blocks.ipynb #57a48665
 def check_blocks_met(groups: Sequence[Mapping[str, Any]]) -> None:
     """Check that the blocks of param groups, where any are given, hold a parameter of one of them.
 

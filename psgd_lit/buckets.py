@@ -176,7 +176,7 @@ class KeptProduct:
             self._product = self.group.product(Q)
         return self._product
 
-# %% ../nbs/appendix/08_buckets.ipynb #b2482bbb
+# %% ../nbs/appendix/08_buckets.ipynb #297ea4ea
 _WHOLE: Any = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
 
 

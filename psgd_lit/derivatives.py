@@ -55,7 +55,7 @@ def random_signs(count: int, source: torch.Generator) -> Tensor:
     drawn = (octets[:, None] >> bits & 1).flatten()[:count]
     return drawn.float().mul_(2).sub_(1)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #5868b3d2
+# %% ../nbs/appendix/06_derivatives.ipynb #89886446
 def draw_probes(
     params: Sequence[Tensor], seed: int, t: int, law: str = "normal"
 ) -> list[Tensor]:
@@ -234,7 +234,7 @@ def stored_derivatives(
         drop_graphs(params)
     return Derivatives(None, [None if g is None else g.detach() for g in gradient], product)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #78e08410
+# %% ../nbs/appendix/06_derivatives.ipynb #b8f3b7a1
 def _difference(
     closure: Callable[[], Any], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> Derivatives:
@@ -263,7 +263,7 @@ def _difference(
     gradient = left if aside.called_backward else found.gradient
     return Derivatives(found.loss, gradient, found.product)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #7bb55dcb
+# %% ../nbs/appendix/06_derivatives.ipynb #8745c6d2
 def closure_derivatives(
     closure: Callable[[], Any],
     params: Sequence[Tensor],

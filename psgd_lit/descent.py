@@ -4,7 +4,7 @@
 __all__ = ['COUNTS', 'MEASURED', 'Trial', 'on_trial', 'number', 'judged', 'is_read', 'after_loss', 'word_of_trouble', 'LossWatch',
            'criterion_terms', 'RunWatch']
 
-# %% ../nbs/optimizer/02_descent.ipynb #df2d6d25
+# %% ../nbs/optimizer/02_descent.ipynb #3d9fba6e
 import math
 from collections.abc import Mapping
 from numbers import Real
@@ -120,7 +120,7 @@ def after_loss(head: Mapping[str, Any], loss: Tensor | None) -> dict[str, Any]:
         return {"ceiling": usual.maximum(100 * size), "exploded": torch.zeros_like(size)}
     return {"exploded": head["exploded"] + (size > usual)}
 
-# %% ../nbs/optimizer/02_descent.ipynb #d0e278a7
+# %% ../nbs/optimizer/02_descent.ipynb #5146e1e3
 _TROUBLES = {  # by count: the share of all steps from which on it is told, and how
     "dropped": (
         0.0,
@@ -155,7 +155,7 @@ def word_of_trouble(head: Mapping[str, Any]) -> str | None:
     told = _TROUBLES.items() if is_read(t) else ()
     return next((words for name, (share, words) in told if int(head[name]) > share * t), None)
 
-# %% ../nbs/optimizer/02_descent.ipynb #f339ce5d
+# %% ../nbs/optimizer/02_descent.ipynb #00cdf81a
 COUNTS = {"t": 0, "joined": 0, "fits": 0, "skipped": 0, "dropped": 0, "ceiling": 0.0}
 COUNTS |= {"exploded": 0, "loss": float("inf"), "part": 1.0, "refused": 0}
 
@@ -213,7 +213,7 @@ def criterion_terms(bucket: Any, Q: Any, probes: Any, products: Any) -> Tensor:
     ends = bucket.group.apply(Q, h), bucket.group.solve_t(Q, v.where(h != 0, 0.0))
     return torch.stack([x.square().sum() for x in ends])
 
-# %% ../nbs/optimizer/02_descent.ipynb #5f414c0a
+# %% ../nbs/optimizer/02_descent.ipynb #b8436085
 MEASURED = ("criterion", "balance", "gradient_norm", "direction_norm", "clip", "step_norm")
 
 

@@ -181,7 +181,7 @@ class Trial(NamedTuple):
             "yes" if self.deviation <= TELLING else "doubtful: off by more than a difference is"
         )
 
-# %% ../nbs/appendix/10_examination.ipynb #3b2a34d5
+# %% ../nbs/appendix/10_examination.ipynb #379c0c3d
 _UNSTEADY = "two calls at one point differ, and their difference would count as curvature: draw data outside of the closure"
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-# %% ../nbs/appendix/04_graphs.ipynb #7899d0f0
+# %% ../nbs/appendix/04_graphs.ipynb #1c11573e
 _REFUSALS = re.compile(
     r"derivative for .* is not implemented"  # double backward through attention, cdist, cuDNN's RNN, ...
     r"|forward AD with .* does not support it"  # an operator without a forward formula
@@ -185,7 +185,7 @@ def check_precision(loss: Tensor) -> None:
     ends = [] if loss.grad_fn is None else [loss.grad_fn]
     _check_dtypes({result.dtype for node in nodes(ends) for result in node._input_metadata})
 
-# %% ../nbs/appendix/04_graphs.ipynb #a914816c
+# %% ../nbs/appendix/04_graphs.ipynb #f5adad1b
 def precision_checked(call: Callable[[], Any]) -> Any:
     """Return what a call returns, if nothing in it was kept for its backward pass in half precision.
 

@@ -103,7 +103,7 @@ def loss_and_gradient(
         check_graph([loss])
     return loss.detach().reshape(()), grads
 
-# %% ../nbs/criterion/01_hvp.ipynb #99f6f9c0
+# %% ../nbs/criterion/01_hvp.ipynb #09afbd30
 def differentiate_gradient(
     gradient: Sequence[Tensor | None], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:

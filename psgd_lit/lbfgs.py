@@ -36,7 +36,7 @@ class Frame(NamedTuple):
         """Return by how much each parameter differs from where z is zero."""
         return self.bucket.scatter(self.bucket.group.apply_t(self.Q, z))  # eq-coordinates
 
-# %% ../nbs/optimizer/06_lbfgs.ipynb #09b92725
+# %% ../nbs/optimizer/06_lbfgs.ipynb #9737e9f8
 class PreconditionedLBFGS(torch.optim.LBFGS):
     """L-BFGS in the coordinates in which the preconditioner of a PSGD is the identity.
 

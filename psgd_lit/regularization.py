@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['DAMPING_KINDS', 'damp', 'clip_factor', 'threshold', 'clip_blocks']
 
-# %% ../nbs/criterion/03_regularisation.ipynb #8e9df8d9
+# %% ../nbs/criterion/03_regularisation.ipynb #5fae611f
 import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
@@ -103,7 +103,7 @@ def threshold(max_norm: float | str, hvp: str, params: Sequence[Tensor]) -> floa
     norm: Tensor = torch.nn.utils.get_total_norm([p.detach() for p in params])
     return norm.clamp(min=1.0)  # eq-threshold
 
-# %% ../nbs/criterion/03_regularisation.ipynb #1fd85e18
+# %% ../nbs/criterion/03_regularisation.ipynb #bd74f868
 def clip_blocks(columns: Iterable[Tensor], max_norm: float | Tensor) -> None:
     """Shorten, in place, each block whose step is longer than a threshold by itself.
 

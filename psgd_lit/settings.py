@@ -151,7 +151,7 @@ def check_trainable(params: Iterable[Tensor]) -> None:
                 f"a tensor of shape {tuple(p.shape)} is {p.dtype}, which has no gradients: convert it with .float()"
             )
 
-# %% ../nbs/appendix/09_settings.ipynb #bf5f31f7
+# %% ../nbs/appendix/09_settings.ipynb #24229cd5
 def checked_process_group(process_group: Any) -> Any:
     """Return a process group.
 
@@ -336,7 +336,7 @@ def nested_entries(
             nested[first] = {name: flat[name] for name in form if name in flat} | flat
     return nested
 
-# %% ../nbs/appendix/09_settings.ipynb #347ebb1a
+# %% ../nbs/appendix/09_settings.ipynb #acac94e2
 def loadable(optimizer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Return a saved state, completed and checked, as the optimizer can load it.
 
