@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['window_of', 'seen_through', 'Sampled', 'caught_up', 'quadratic_move', 'towards_symmetry', 'Symmetric', 'InverseFree']
 
-# %% ../nbs/optimizer/10_later_updates.ipynb #fbb7a7f6
+# %% ../nbs/optimizer/10_later_updates.ipynb #d2f758e7
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +65,7 @@ def seen_through(
         seen.append(act[i](Q[i], unfold(x, left, i)))  # eq-sampled
     return seen[0], seen[1]
 
-# %% ../nbs/optimizer/10_later_updates.ipynb #4db1d892
+# %% ../nbs/optimizer/10_later_updates.ipynb #19e7ce8c
 @dataclass(frozen=True)
 class Sampled(Group):
     """A Kronecker product that learns from some columns of each unfolding at a time.

@@ -4,7 +4,7 @@
 __all__ = ['Pairs', 'period', 'schedule', 'average', 'averages', 'hold_averages', 'Move', 'planned_move', 'planned_moves',
            'undefined_if_bad', 'damped_pairs', 'all_finite', 'fits', 'tried', 'PSGD']
 
-# %% ../nbs/optimizer/03_psgd.ipynb #e22ca05f
+# %% ../nbs/optimizer/03_psgd.ipynb #920c7e1e
 import math
 import operator
 import warnings
@@ -193,7 +193,7 @@ def planned_move(
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
 
-# %% ../nbs/optimizer/03_psgd.ipynb #2663ef30
+# %% ../nbs/optimizer/03_psgd.ipynb #03c15f91
 def planned_moves(
     groups: Sequence[dict[str, Any]],
     active: Sequence[tuple[dict[str, Any], Bucket]],
@@ -296,7 +296,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     dtype = reduce(torch.promote_types, {x.dtype for x in real}, torch.float32)
     return (torch.stack([x.to(real[0].device, dtype) for x in ends]).abs() < math.inf).all()
 
-# %% ../nbs/optimizer/03_psgd.ipynb #4e3f9b10
+# %% ../nbs/optimizer/03_psgd.ipynb #9e7d2b65
 _LEVEL_EVERY = 10  # fits; the factors part by a power of two in hundreds
 
 
@@ -365,7 +365,7 @@ def tried(
         new.append(Move(move.params, None, steps))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #23e26c58
+# %% ../nbs/optimizer/03_psgd.ipynb #fe4eebed
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 

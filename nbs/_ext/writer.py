@@ -108,13 +108,15 @@ def rewrite(path: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the notebooks named on the command line, or all of them, and then the README."""
+    """Write the notebooks named on the command line, or all of them, and then the README; those that fail stay as they were."""
     book = pages()
     chosen = [Path(argument).resolve() for argument in arguments] or book
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(rewrite, chosen))
+        runs = {path: pool.submit(rewrite, path) for path in chosen}
     names = {path: str(path.relative_to(ROOT)) for path in [*book, *chosen]}
-    record({names[path]: digest(path) for path in chosen}, names.values())
+    record({names[path]: digest(path) for path, run in runs.items() if run.exception() is None}, names.values())
+    for run in runs.values():
+        run.result()  # raises what went wrong
     (ROOT / "README.md").write_text(readme(book[0]), encoding="utf-8")
 
 
