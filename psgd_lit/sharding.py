@@ -6,7 +6,7 @@ __all__ = ['CHUNK', 'Lots', 'Team', 'team_of', 'assigned', 'costs_of', 'owners_o
            'shared_factor', 'vectors', 'Plan', 'planned', 'local_moves', 'owned_entries', 'OwnedState',
            'derivatives_here', 'SharedPSGD']
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #2f8edc42
+# %% ../nbs/optimizer/08_several_machines.ipynb #3d6d9e7d
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -463,7 +463,7 @@ def bad_signs(loss: Any, overflow: Tensor | None, like: Tensor) -> Tensor:
         ]
     ).sum()
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #0cfac673
+# %% ../nbs/optimizer/08_several_machines.ipynb #8b1a6df3
 def shared_factor(
     team: Team,
     columns: Iterable[Tensor],
@@ -536,7 +536,7 @@ class Plan(NamedTuple):
     finite: Tensor
     dropped: Tensor
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #a0ec4838
+# %% ../nbs/optimizer/08_several_machines.ipynb #bc55ef2a
 def planned(
     optimizer: PSGD,
     gradient: Mapping[Tensor, Tensor],
@@ -733,7 +733,7 @@ def derivatives_here(
     derive = stored_derivatives if closure is None else partial(closure_derivatives, closure)
     return derive(params, probe, head["hvp"])
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #587d9cbb
+# %% ../nbs/optimizer/08_several_machines.ipynb #16725cc4
 _WEIGHT = (
     "weight must be positive and finite, and 1 where fully_shard has averaged before, not {!r}; there multiply the loss of "
     "this rank by its batch over the mean batch"
