@@ -419,10 +419,7 @@ class _Visit:
         self, settings: Mapping[str, dict[str, Any]], kinds: Sequence[str], rounds: int
     ) -> list[StepCost]:
         """Time a step of each preconditioner with each kind of product, and of Adam."""
-        plain: dict[str, Callable[..., Any]] = {
-            "SGD": torch.optim.SGD,
-            "Adam": torch.optim.Adam,
-        }
+        plain: dict[str, Any] = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
         makers = plain | {
             name: partial(PSGD, update_every=1, **more) for name, more in settings.items()
         }
@@ -431,22 +428,14 @@ class _Visit:
             until = perf_counter() + self.left() / (len(makers) - place)
             mine, why = [""] if name in plain else kinds, "no time for three rounds"
             costs: list[StepCost] = []
-            with unchanged(self.model):
-                try:
-                    costs = step_costs(
-                        name,
-                        make(self.model.parameters(), lr=0.0),
-                        self.model,
-                        self.loss,
-                        mine,
-                        until,
-                        rounds,
-                    )
-                except RuntimeError as error:
-                    why = str(error).partition("\n")[0]
+            try:
+                with unchanged(self.model):
+                    opt = make(self.model.parameters(), lr=0.0)
+                    costs = step_costs(name, opt, self.model, self.loss, mine, until, rounds)
+            except RuntimeError as error:
+                why = str(error).partition("\n")[0]
             found += costs
-            if not costs:
-                self.left_out.append(f"times of {name}: {why}")
+            self.left_out += [] if costs else [f"times of {name}: {why}"]
         return found
 
 # %% ../nbs/appendix/11_doctor.ipynb #630be347

@@ -502,10 +502,12 @@ def test_wrong_blocks_are_refused():
 
 
 def test_blocks_of_another_model_are_left_out():
-    """They hold none of these parameters; each parameter is a block then."""
+    """They hold none of these parameters, and are refused if no block holds any."""
     net, other = network(), network()
-    opt = PSGD(net.parameters(), lr=0.1, blocks=affine_blocks(other))
-    assert len(opt.describe().splitlines()) == 5
+    opt = PSGD(net.parameters(), lr=0.1, blocks=affine_blocks(nn.ModuleList([net[0], other[2]])))
+    assert len(opt.describe().splitlines()) == 4
+    with pytest.raises(ValueError, match="none of the blocks holds a parameter"):
+        PSGD(net.parameters(), lr=0.1, blocks=affine_blocks(other))
 
 
 def test_tied_layers():

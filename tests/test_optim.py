@@ -59,6 +59,7 @@ def test_clipping_bounds_the_whole_step():
     other = PSGD(
         [{**g, "params": layer.parameters()} for g, layer in zip(groups, (free[0], free[2]), strict=True)],
         lr=0.5,
+        max_norm=math.inf,
         init_scale=1.0,
     )
     before = torch.cat([p.flatten() for p in weights(net)])

@@ -108,7 +108,7 @@ def rewrite(path: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the notebooks named on the command line, or all of them, and then the README; those that fail stay as they were."""
+    """Write the notebooks named on the command line, or all of them, and the README; one that fails stays as it was."""
     book = pages()
     chosen = [Path(argument).resolve() for argument in arguments] or book
     with ThreadPoolExecutor(os.cpu_count()) as pool:
