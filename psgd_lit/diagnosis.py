@@ -350,7 +350,7 @@ def _kind_of(params: Iterable[Tensor]) -> str:
     tensors = f"{len(params)} tensor{'s' * (len(params) > 1)}"
     return f"{count} trained numbers in {tensors}, {', '.join(dtypes)} on {', '.join(places)}"
 
-# %% ../nbs/appendix/11_doctor.ipynb #413b6b71
+# %% ../nbs/appendix/11_doctor.ipynb #eb6c8a24
 _FEW = 200  # parameters, for which all eigenvalues are computed
 
 
