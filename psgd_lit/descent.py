@@ -213,7 +213,7 @@ def criterion_terms(bucket: Any, Q: Any, probes: Any, products: Any) -> Tensor:
     ends = bucket.group.apply(Q, h), bucket.group.solve_t(Q, v.where(h != 0, 0.0))
     return torch.stack([x.square().sum() for x in ends])
 
-# %% ../nbs/optimizer/02_descent.ipynb #b8436085
+# %% ../nbs/optimizer/02_descent.ipynb #ee66d381
 MEASURED = ("criterion", "balance", "gradient_norm", "direction_norm", "clip", "step_norm")
 
 
@@ -258,7 +258,8 @@ class RunWatch:
         most = threshold(head["max_norm"], head["hvp"], real)
         if head["max_norm"] == "auto":
             clip_blocks(ahead, most)
-        self._seen["clip"] = clip_factor(u, most)
+        cut = [x for (b, _), each in zip(both, ahead, strict=True) for x in b.parts(each, g)]
+        self._seen["clip"] = clip_factor(cut, most)
         for (_, b), state in zip(active, states or [b.state for _, b in active], strict=True):
             self._grow_old(b.blocks, b.state["pairs"], state["pairs"])
 

@@ -219,10 +219,10 @@ def planned_moves(
         (group, b, b.precondition({**gradient, **means}, Q, still))
         for (group, b), Q in zip(active, ready, strict=True)
     ]
-    lengths = [u for _, b, x in ahead for u in b.parts(x, gradient)]
     most = threshold(groups[0]["max_norm"], groups[0]["hvp"], [as_real(p) for p in gradient])
     if groups[0]["max_norm"] == "auto":
         clip_blocks([x for *_, x in ahead], most)
+    lengths = [u for _, b, x in ahead for u in b.parts(x, gradient)]
     factor = clip_factor(lengths, most)
     finite = factor > 0
     return [planned_move(*one, gradient, factor, finite) for one in ahead], finite

@@ -463,7 +463,7 @@ def bad_signs(loss: Any, overflow: Tensor | None, like: Tensor) -> Tensor:
         ]
     ).sum()
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #8b1a6df3
+# %% ../nbs/optimizer/08_several_machines.ipynb #2946bf8e
 def shared_factor(
     team: Team,
     columns: Iterable[Tensor],
@@ -478,7 +478,7 @@ def shared_factor(
     Args:
         team: the ranks.
         columns: P g of the blocks that this rank owns; those that are too long by themselves are shortened.
-        lengths: views of them by parameter.
+        lengths: the same by parameter, which are read after that.
         held: what this rank holds of the parameters.
         count: the number of entries of all parameters.
         head: a param group, with `max_norm` and `hvp`.
@@ -536,13 +536,13 @@ class Plan(NamedTuple):
     finite: Tensor
     dropped: Tensor
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #bc55ef2a
+# %% ../nbs/optimizer/08_several_machines.ipynb #d34722e1
 def planned(
     optimizer: PSGD,
     gradient: Mapping[Tensor, Tensor],
     pairs: Mapping[Tensor, tuple[Tensor, Tensor]],
     draw: Callable[[int], Mapping[Tensor, Tensor]],
-    clip: Callable[[list[Tensor], list[Tensor]], Tensor],
+    clip: Callable[[list[Tensor], Iterable[Tensor]], Tensor],
 ) -> Plan:
     """Compute the step of some blocks, and change nothing.
 
@@ -551,7 +551,8 @@ def planned(
         gradient: of the parameters of these blocks.
         pairs: probe and product of each, if Q is to be fitted.
         draw: draws probes at an iteration.
-        clip: returns the factor of the whole step from the P g of these blocks, as columns and by parameter.
+        clip: returns the factor of the whole step from the P g of these blocks, as columns, which it may shorten, and then
+            by parameter.
     """
     groups, state = optimizer.param_groups, optimizer.state
     active = optimizer.buckets.active(gradient)
@@ -563,8 +564,8 @@ def planned(
         (group, b, b.precondition(known, Q))
         for (group, b), Q in zip(active, ready, strict=True)
     ]
-    lengths = [u for _, b, x in ahead for p, u in b.scatter(x).items() if p in gradient]
-    factor = clip([x for *_, x in ahead], lengths)
+    lengths = (u for _, b, x in ahead for p, u in b.scatter(x).items() if p in gradient)
+    factor = clip([x for *_, x in ahead], lengths)  # in this order, for lengths may be copies
     finite = factor > 0
     hold_averages(state, means, finite)
     states, dropped = fits(active, ready, *probed, finite)

@@ -12,6 +12,9 @@ from torch.func import grad, vmap
 from toys import equal, loss_of, network
 
 from psgd_lit import PSGD, PreconditionedLBFGS, affine_blocks, doctor, optim
+from psgd_lit.affine import Block, Piece
+from psgd_lit.regularization import clip_blocks, clip_factor
+from psgd_lit.sharding import planned
 
 
 class Residual(nn.Module):
@@ -49,6 +52,39 @@ def test_a_gate_that_is_nearly_shut_does_not_stop_the_others(monkeypatch):
     clipped = after_training(1e-6, hvp="whiten")
     monkeypatch.setattr(optim, "clip_blocks", lambda columns, max_norm: None)
     assert clipped < 0.7 * after_training(1e-6, hvp="whiten")
+
+
+def turned() -> tuple[nn.Parameter, nn.Parameter, nn.Parameter, Block]:
+    """Three parameters, and a block of the first two, in which the first one lies so that it can't be a view."""
+    p, q, r = (nn.Parameter(torch.arange(1.0, n + 1)) for n in (6, 3, 4))
+    return p, q, r, Block((Piece(p, (1, 3, 2), (2, 3), (1, 0)), Piece(q, (1, 3, 1))))
+
+
+def test_a_huge_block_of_which_a_part_is_frozen_does_not_stop_another():
+    """What is measured of it is a copy, made after the block has been shortened."""
+    p, q, r, block = turned()
+    q.requires_grad_(False)
+    opt = PSGD(
+        [{"params": [p, q], "init_scale": 1e6}, {"params": [r]}], lr=0.1, hvp="whiten", init_scale=1.0, blocks=[block]
+    )
+    opt.diagnostics()
+    opt.step(lambda: (p.sum() + r.sum()) / 10)
+    assert opt.diagnostics()["clip"] > 0.5
+    assert (torch.arange(1.0, 5) - r.detach() > 0.5 * 0.1 * 0.1).all()
+
+
+def test_what_an_owner_plans_is_measured_after_its_blocks_are_shortened():
+    p, q, _, block = turned()
+    opt = PSGD([p, q], lr=1.0, hvp="whiten", init_scale=1e6, blocks=[block])
+    g = {p: torch.ones(6), q: torch.ones(3)}
+
+    def clip(columns: list[Tensor], lengths: Any) -> Tensor:
+        clip_blocks(columns, 1.0)
+        return clip_factor(list(lengths), 1.0)
+
+    with torch.no_grad():
+        plan = planned(opt, g, {one: (x, x) for one, x in g.items()}, lambda t: {}, clip)
+    assert torch.nn.utils.get_total_norm([*plan.steps.values()]) == pytest.approx(1.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("hvp", ["exact", "whiten"])
