@@ -193,7 +193,7 @@ def planned_move(
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
 
-# %% ../nbs/optimizer/03_psgd.ipynb #03c15f91
+# %% ../nbs/optimizer/03_psgd.ipynb #cacf9e95
 def planned_moves(
     groups: Sequence[dict[str, Any]],
     active: Sequence[tuple[dict[str, Any], Bucket]],
