@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from .regularization import clip_blocks, clip_factor, threshold
+from .regularization import clip_blocks, clip_factor
 
 # %% ../nbs/optimizer/02_descent.ipynb #e533bb1d
 class Trial(NamedTuple):
@@ -253,11 +253,10 @@ class RunWatch:
             self._seen[f"{name}_norm"] = get_total_norm([one.detach() for one in x])
         head, real = (
             self.param_groups[0],
-            [torch.view_as_real(p) if p.is_complex() else p for p in g],
+            [torch.view_as_real(p) if p.is_complex() else p for p in map(Tensor.detach, g)],
         )
-        most = threshold(head["max_norm"], head["hvp"], real)
-        if head["max_norm"] == "auto":
-            clip_blocks(ahead, most)
+        count = sum(x.numel() for x in real)
+        most = clip_blocks(ahead, head, count, lambda: get_total_norm(real))
         cut = [x for (b, _), each in zip(both, ahead, strict=True) for x in b.parts(each, g)]
         self._seen["clip"] = clip_factor(cut, most)
         for (_, b), state in zip(active, states or [b.state for _, b in active], strict=True):

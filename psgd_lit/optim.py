@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._compile import (
     _disable_dynamo,
 )  # as torch's own optimizers do; torch.compiler's would import all of it
+from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import ParamsT
 
 from .affine import Block, as_real
@@ -53,7 +54,7 @@ from psgd_lit.descent import (
     on_trial,
     word_of_trouble,
 )
-from .regularization import clip_blocks, clip_factor, damp, threshold
+from .regularization import clip_blocks, clip_factor, damp
 from psgd_lit.settings import (
     LR,
     SETTINGS,
@@ -219,9 +220,9 @@ def planned_moves(
         (group, b, b.precondition({**gradient, **means}, Q, still))
         for (group, b), Q in zip(active, ready, strict=True)
     ]
-    most = threshold(groups[0]["max_norm"], groups[0]["hvp"], [as_real(p) for p in gradient])
-    if groups[0]["max_norm"] == "auto":
-        clip_blocks([x for *_, x in ahead], most)
+    real = [as_real(p).detach() for p in gradient]
+    count = sum(p.numel() for p in real)
+    most = clip_blocks([x for *_, x in ahead], groups[0], count, lambda: get_total_norm(real))
     lengths = [u for _, b, x in ahead for u in b.parts(x, gradient)]
     factor = clip_factor(lengths, most)
     finite = factor > 0

@@ -5,8 +5,9 @@ __all__ = ['DAMPING_KINDS', 'damp', 'clip_factor', 'threshold', 'clip_blocks']
 
 # %% ../nbs/criterion/03_regularisation.ipynb #5fae611f
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,32 +88,35 @@ def clip_factor(tensors: Sequence[Tensor], max_norm: float | Tensor) -> Tensor:
     return factor.where(norm < math.inf, 0.0)
 
 # %% ../nbs/criterion/03_regularisation.ipynb #cc370bcb
-def threshold(max_norm: float | str, hvp: str, params: Sequence[Tensor]) -> float | Tensor:
-    """Return the threshold on the norm of a step.
+def threshold(hvp: str, count: int, norm: Callable[[], Tensor]) -> float | Tensor:
+    """Return the threshold on the norm of a step where the user has given none.
 
     Args:
-        max_norm: a number, or "auto" for the rule: the root of the number of parameters with "whiten", else the norm of
-            the parameters, but 1 at least.
         hvp: where the products come from.
-        params: at least one.
+        count: the number of entries of all parameters.
+        norm: returns the norm of all parameters, and is called only if it counts.
     """
-    if not isinstance(max_norm, str):
-        return max_norm
-    if hvp == "whiten":
-        return math.sqrt(sum(p.numel() for p in params))
-    norm: Tensor = torch.nn.utils.get_total_norm([p.detach() for p in params])
-    return norm.clamp(min=1.0)  # eq-threshold
+    return math.sqrt(count) if hvp == "whiten" else norm().clamp(min=1.0)  # eq-threshold
 
 # %% ../nbs/criterion/03_regularisation.ipynb #bd74f868
-def clip_blocks(columns: Iterable[Tensor], max_norm: float | Tensor) -> None:
-    """Shorten, in place, each block whose step is longer than a threshold by itself.
+def clip_blocks(
+    columns: Iterable[Tensor], head: Mapping[str, Any], count: int, norm: Callable[[], Tensor]
+) -> float | Tensor:
+    """Return the threshold on the norm of a whole step, and under "auto" shorten, in place, each block that is longer.
 
     Args:
         columns: steps as batches of columns, `(members, n, k)`. A member whose norm overflows becomes zero; one that is
             not finite stays so.
-        max_norm: Omega; a tensor stays unread.
+        head: a param group, with `max_norm`, a number or "auto", and `hvp`.
+        count: the number of entries of all parameters.
+        norm: returns the norm of all parameters, and is called only if it counts.
     """
+    given: float | str = head["max_norm"]
+    if not isinstance(given, str):
+        return given
+    most = threshold(head["hvp"], count, norm)
     for x in columns:
-        norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-        most = max_norm.to(x) if isinstance(max_norm, Tensor) else max_norm
-        x.mul_((most / norm).clamp_(max=1.0))  # eq-block-clipping
+        length = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+        limit = most.to(x) if isinstance(most, Tensor) else most
+        x.mul_((limit / length).clamp_(max=1.0))  # eq-block-clipping
+    return most

@@ -489,10 +489,7 @@ def shared_factor(
         return sum((x.double().square().sum() for x in tensors), torch.zeros_like(bad))
 
     place, bad = team.total(torch.stack([square(held) * team.parts / team.size, bad]))
-    most = head["max_norm"]
-    if isinstance(most, str):
-        most = math.sqrt(count) if head["hvp"] == "whiten" else place.sqrt().clamp(min=1.0)
-        clip_blocks(columns, most)
+    most = clip_blocks(columns, head, count, place.sqrt)
     step = team.total(square(lengths))
     factor: Tensor = (most / step.sqrt()).clamp(max=1.0)  # eq-clipping
     return factor.where(step.isfinite() & (bad == 0), 0.0)

@@ -62,8 +62,8 @@ def start(group: Group, Q: State) -> Fit:
 
 # %% ../../nbs/learning/04_fit.ipynb #d80d048a
 def coordinates_met(h: Tensor) -> Tensor:
-    """Return 1 where a product is not zero, and 0 where it is zero or NaN."""
-    return h.sign().abs_().nan_to_num_(0.0)
+    """Return 1 where a product is not zero, and 0 where it is."""
+    return h.sign().abs_()
 
 # %% ../../nbs/learning/04_fit.ipynb #527cd371
 _FORGETTING = 1e-3  # the smallest weight of a new pair in a share
@@ -116,11 +116,11 @@ def learn(
     if trusted is not None:
         counts = counts & trusted
     known = counts[..., None, None]
-    pairs, met = fit.pairs + h.shape[-1] * counts, coordinates_met(h).mul_(known)
-    share = updated_share(fit._replace(pairs=pairs), met, counts)
-    weight = (share.rsqrt()[..., None] * met).nan_to_num_(0.0, math.inf)
-    weighted = weight.mul_(v).nan_to_num_(0.0, math.inf, -math.inf)  # eq-weighted-probe
     h = (h * known).nan_to_num_(0.0)
+    pairs, met = fit.pairs + h.shape[-1] * counts, coordinates_met(h)
+    share = updated_share(fit._replace(pairs=pairs), met, counts)
+    weight = share.rsqrt()[..., None] * met
+    weighted = weight.mul_(v).nan_to_num_(0.0, math.inf, -math.inf)  # eq-weighted-probe
     Q, peaks = group.update_with_peaks(
         fit.Q, fit.peaks, weighted, h, lr, peak_decay(normalizer)
     )

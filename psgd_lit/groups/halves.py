@@ -31,10 +31,8 @@ def plus_product(y: Tensor, A: Tensor, x: Tensor, alpha: float = 1.0) -> Tensor:
 
 # %% ../../nbs/learning/02_halves.ipynb #b3aba4d1
 def add_product(y: Tensor, A: Tensor, x: Tensor) -> Tensor:
-    """Add `A x` to y, a batch of matrices or a view of one, in place; no argument may require a gradient."""
-    if torch.compiler.is_compiling():  # a graph has no place for `out`
-        return y.baddbmm_(A, x)
-    return torch.baddbmm(y, A, x, out=y)
+    """Add `A x` to y, a batch of matrices or a view of one, in place; y lies in memory as x does."""
+    return y.mT.baddbmm_(x.mT, A.mT).mT if is_transposed(x) else y.baddbmm_(A, x)
 
 # %% ../../nbs/learning/02_halves.ipynb #6cf8d833
 _WHOLE = 96  # a triangle with fewer rows is multiplied as a whole
@@ -59,7 +57,7 @@ def triangular_product(A: Tensor, x: Tensor, upper: bool) -> Tensor:
     whole, rest = halves(A.shape[-1], upper)
     out = multiply(A[:, :, whole], X[:, whole])
     if rest.stop > rest.start:
-        out[:, rest] = plus_product(out[:, rest], A[:, rest, rest], X[:, rest])  # eq-halves
+        add_product(out[:, rest], A[:, rest, rest], X[:, rest])  # eq-halves
     return out.reshape(x.shape)
 
 # %% ../../nbs/learning/02_halves.ipynb #aaad8b2a

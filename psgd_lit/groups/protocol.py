@@ -25,14 +25,14 @@ def largest_entry(tensors: Iterable[Tensor], batch_dims: int) -> Tensor:
     Returns:
         A tensor of the batch shape; zero where there is no entry, NaN where an entry is NaN.
     """
-    highest, lowest = [], []  # |x| would be one more pass
-    for x in tensors:
+
+    def largest(x: Tensor) -> Tensor:
         entries = tuple(range(batch_dims, x.dim()))
         if not x.shape[batch_dims:].numel():
             x = x.new_zeros(*x.shape[:batch_dims], *[1 for _ in entries])
-        highest.append(x.amax(entries))
-        lowest.append(x.amin(entries))
-    return reduce(torch.maximum, highest).maximum(-reduce(torch.minimum, lowest))
+        return x.abs().amax(entries)  # torch's max norm and aminmax take ten times as long
+
+    return reduce(torch.maximum, map(largest, tensors))
 
 # %% ../../nbs/learning/01_lie.ipynb #6207b1f0
 def power_below(x: Tensor) -> Tensor:
