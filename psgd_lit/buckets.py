@@ -266,13 +266,13 @@ class Bucket(Columns):
             level: whether to balance the factors of Q; a fit that is compiled always does.
         """
         v, h = self.gather(probe), self.gather(product)
+        if Q is not None and trusted is not None and self.may_sleep:
+            Q = map_leaves(lambda new, old: new.where(trusted, old), Q, self.Q)
         asked = [not probe.keys().isdisjoint(block.params) for block in self.blocks]
         if not all(asked):
             each = zip(self.blocks, asked, strict=True)
             parts = [torch.full((b.batch,), one, device=self.device) for b, one in each]
             trusted = torch.cat(parts) if trusted is None else trusted & torch.cat(parts)
-        if Q is not None and trusted is not None and self.may_sleep:
-            Q = map_leaves(lambda new, old: new.where(trusted.all(), old), Q, self.Q)
         past = Fit(**self.state | ({} if Q is None else {"Q": Q}))
         if self._learn is not learn:
             lr, level = torch.as_tensor(lr, dtype=v.dtype), True
@@ -350,6 +350,12 @@ def parts_of(
     return [*old, new]
 
 # %% ../nbs/appendix/08_buckets.ipynb #299626bb
+_CHANGED = (
+    "the preconditioner or the blocks of a param group have been changed, but its state was learned with others: put them "
+    "back, or make a new optimizer"
+)
+
+
 class Buckets:
     """The buckets of several param groups, which follow the set of active blocks and their dtypes and devices.
 
@@ -368,14 +374,25 @@ class Buckets:
             for g in groups
         ]
         self._members = self._present(groups)
+        self._chosen = [(g["preconditioner"], g["blocks"]) for g in groups]
         self._kinds: list[Any] | None = None
         self._buckets: list[tuple[dict[str, Any], Bucket]] = []
         self._shown = True
 
     def serve(self, groups: Sequence[dict[str, Any]], state: Any) -> bool:
-        """Return whether they were made for this state and for the present parameters of these groups."""
+        """Return whether they were made for this state and for the present parameters of these groups.
+
+        Raises:
+            ValueError: if a group has another preconditioner or other blocks than its state.
+        """
         same = self.state is state and self.groups is groups
-        return same and self._members == self._present(groups)
+        pairs = zip(self._chosen, groups, strict=False)
+        changed = [
+            g for (p, b), g in pairs if p is not g["preconditioner"] or b is not g["blocks"]
+        ]
+        if same and any("Q" in state.get(p, ()) for g in changed for p in g["params"]):
+            raise ValueError(_CHANGED)
+        return same and not changed and self._members == self._present(groups)
 
     def _present(self, groups: Sequence[dict[str, Any]]) -> list[list[tuple[int, bool]]]:
         """Return the parameters of each group, and whether they may take part."""

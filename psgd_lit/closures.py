@@ -85,9 +85,15 @@ class History:
         """Whether the gradient that `backward` has left since `begin` was changed afterwards."""
         return self.sums > 0 and not self._left.matches(self._now())
 
+    def is_written(self) -> bool:
+        """Whether the tensor that `backward` has left was written to afterwards."""
+        left, now = self._left, self._now()
+        same = left.tensor is not None and left.tensor is now.tensor
+        return self.sums > 0 and same and left.version != now.version
+
     def forget_graph(self) -> None:
         """Take note that what is in `.grad` has lost its graph."""
-        self._whole, self._left = False, self._now()
+        self._whole, self._left, self._latest = False, self._now(), None
 
 # %% ../nbs/appendix/05_closures.ipynb #53bc3ef3
 def is_sharded(p: Tensor) -> bool:
@@ -248,18 +254,18 @@ def warn_if_unsteady(
         )
 
 # %% ../nbs/appendix/05_closures.ipynb #48fff83a
-def warn_if_changed(aside: Aside) -> None:
-    """Warn if a closure of one process has changed its gradients after `backward`.
+def warn_if_changed(changed: bool, product: str) -> None:
+    """Warn if one process has changed its gradients after `backward`.
 
     Args:
-        aside: what has run the closure.
+        changed: whether it has.
+        product: what the product is made of, in words.
     """
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-    if aside.is_changed and alone:
+    if changed and alone:
         warnings.warn(
-            "the closure changes its gradients after backward(), as clipping does (clip_grad_norm_, Lightning's "
-            'gradient_clip_val), and hvp="approx" takes the difference of what is left for curvature: leave that out, and '
-            "clip by max_norm of PSGD",
+            "the gradients are changed after backward(), as clipping does (clip_grad_norm_, Lightning's gradient_clip_val), "
+            f"and {product}: leave that out, clip by max_norm of PSGD, and divide the loss, not its gradients",
             stacklevel=9,
         )
 

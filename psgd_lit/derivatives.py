@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .affine import as_real
 from psgd_lit.closures import (
@@ -142,12 +143,16 @@ def check_parameters(params: Iterable[Tensor], sharded: bool = False) -> None:
         sharded: whether they may be sharded.
 
     Raises:
-        ValueError: if one is sharded, was made in inference mode, or has entries that share memory.
+        ValueError: if one is sharded or has no shape yet, was made in inference mode, or has entries that share memory.
     """
     params = list(params)
     for p in params:
         if is_sharded(p) and not sharded:
             raise ValueError(_SHARDED)
+        if is_lazy(p):
+            raise ValueError(
+                "a parameter of a lazy module has no shape yet: run the model once before making the optimizer"
+            )
         if p.is_inference():
             raise ValueError(
                 "a parameter was made in inference mode and can't be trained: make the model outside inference_mode()"
@@ -228,6 +233,11 @@ def stored_derivatives(
         RuntimeError: if a probe is given and the stored gradients cannot be differentiated.
     """
     gradient = [p.grad for p in params]
+    if probe is not None and hvp == "exact":
+        known = zip(histories(params), gradient, strict=True)
+        written = [h for h, g in known if h is not None and g is not None and g.requires_grad]
+        changed = any(history.is_written() for history in written)
+        warn_if_changed(changed, 'hvp="exact" differentiates them as they were before')
     try:
         product = None if probe is None else _stored_product(params, gradient, probe, hvp)
     finally:
@@ -256,7 +266,9 @@ def _difference(
     found = hvp_approx(closure, params, probe, evaluate=evaluate)
     if first is not None:
         warn_if_unsteady(first, found.gradient, found.product, PAPER_STEP)
-        warn_if_changed(aside)
+        warn_if_changed(
+            aside.is_changed, 'hvp="approx" takes the difference of what is left for curvature'
+        )
     if history is not None:
         history.differences += 1
     left = aside.settle()

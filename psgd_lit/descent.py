@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['COUNTS', 'MEASURED', 'Trial', 'on_trial', 'number', 'judged', 'is_read', 'after_loss', 'word_of_trouble', 'LossWatch',
-           'criterion_terms', 'RunWatch']
+           'direction', 'criterion_terms', 'RunWatch']
 
 # %% ../nbs/optimizer/02_descent.ipynb #3d9fba6e
 import math
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from .groups.first_scale import is_asleep, step_before_pair
 from .regularization import clip_blocks, clip_factor
 
 # %% ../nbs/optimizer/02_descent.ipynb #e533bb1d
@@ -35,8 +36,10 @@ class Trial(NamedTuple):
         """Return what is known after the next call of the loss, and whether it refuses the step, a boolean number."""
         loss = loss.detach()
         before = self.loss.to(loss)
-        allowance = 4 * torch.finfo(loss.dtype).eps * before.abs().nan_to_num(posinf=0.0)
-        refused = ~(loss <= before + allowance) & before.isfinite()
+        eps = torch.finfo(loss.dtype).eps
+        allowance = 4 * eps * before.abs().nan_to_num(posinf=0.0)
+        back = self.part < eps  # the parameters are where the step began
+        refused = ~(loss <= before + allowance) & before.isfinite() & ~(back & loss.isfinite())
         part = torch.where(refused, self.part / 2, (2 * self.part).clamp(max=1.0))  # eq-trial
         return Trial(torch.where(refused, before, loss), part, self.refused + refused), refused
 
@@ -109,16 +112,20 @@ def after_loss(head: Mapping[str, Any], loss: Tensor | None) -> dict[str, Any]:
     """Return the ceiling of usual losses, and how many were above it, after one more loss.
 
     Args:
-        head: a param group, with `t`, `ceiling` and `exploded`.
+        head: a param group, with `t`, `ceiling`, `exploded` and `maximize`.
         loss: the loss, None if it isn't known.
     """
     if loss is None:
         return {name: torch.as_tensor(head[name]) for name in ("ceiling", "exploded")}
-    size = loss.detach().abs().nan_to_num(0.0, 0.0)
-    usual = torch.as_tensor(head["ceiling"], device=size.device)
+    height = (-loss if head["maximize"] else loss).detach().nan_to_num(0.0, 0.0, 0.0)
+    usual = torch.as_tensor(head["ceiling"], device=height.device)
     if head["t"] < 10:
-        return {"ceiling": usual.maximum(100 * size), "exploded": torch.zeros_like(size)}
-    return {"exploded": head["exploded"] + (size > usual)}
+        return {
+            "ceiling": usual.maximum(100 * height.abs()),
+            "exploded": torch.zeros_like(height),
+        }
+    ceiling = usual.where(usual > 0, 100 * height.abs())
+    return {"ceiling": ceiling, "exploded": head["exploded"] + (height > ceiling)}
 
 # %% ../nbs/optimizer/02_descent.ipynb #5146e1e3
 _TROUBLES = {  # by count: the share of all steps from which on it is told, and how
@@ -138,9 +145,9 @@ _TROUBLES = {  # by count: the share of all steps from which on it is told, and 
         "loss is finite",
     ),
     "refused": (
-        0.8,
-        "nearly all steps were taken back, because the loss had risen: see opt.refused; monotone=True needs a loss that "
-        "is the same function at each call, not one of a new batch",
+        0.4,
+        "many steps were taken back, because the loss had risen, and the last ones moved next to nothing: see "
+        "opt.refused; monotone=True needs a loss that is the same function at each call, not one of a new batch",
     ),
 }
 
@@ -149,11 +156,14 @@ def word_of_trouble(head: Mapping[str, Any]) -> str | None:
     """Return a warning, at iterations at which the host may wait, if steps or fits were lost or the loss has exploded.
 
     Args:
-        head: a param group, with `t`, `dropped`, `exploded`, `skipped` and `refused`.
+        head: a param group, with `t`, `dropped`, `exploded`, `skipped`, `refused` and `part`.
     """
     t = int(head["t"])
-    told = _TROUBLES.items() if is_read(t) else ()
-    return next((words for name, (share, words) in told if int(head[name]) > share * t), None)
+    if not is_read(t):
+        return None
+    counts = {**head, "refused": head["refused"] if head["part"] < 1e-3 else 0}
+    told = _TROUBLES.items()
+    return next((words for name, (share, words) in told if int(counts[name]) > share * t), None)
 
 # %% ../nbs/optimizer/02_descent.ipynb #00cdf81a
 COUNTS = {"t": 0, "joined": 0, "fits": 0, "skipped": 0, "dropped": 0, "ceiling": 0.0}
@@ -188,13 +198,35 @@ class LossWatch:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Put the parameters where the step on trial began, which is where the loss was lowest; for the end of a run.
+        """Put the parameters where the step on trial began, which is where the loss was lowest, and end the trial.
 
-        Without `monotone` no step is on trial, and nothing happens.
+        It is for the end of a run, and before parameters are changed by hand, which the next trial would take back. Without
+        `monotone` no step is on trial, and nothing happens.
         """
         for p, entries in self.state.items():
             if "place" in entries:
                 (torch.view_as_real(p) if p.is_complex() else p).copy_(entries["place"])
+        for group in self.param_groups:
+            group["loss"] = math.inf
+
+# %% ../nbs/optimizer/02_descent.ipynb #82de3b09
+def direction(
+    bucket: Any, gradient: Mapping[Tensor, Tensor], Q: Any, hvp: str, steps: int = 1
+) -> Tensor:
+    """Return P g as columns, `(members, n, 1)`, and what stands for it in members that have not met a pair.
+
+    Args:
+        bucket: blocks of one kind, with `gather`, `precondition`, `may_sleep` and `group`.
+        gradient: g by parameter.
+        Q: what to use in place of the state's Q.
+        hvp: where products come from.
+        steps: for how many steps Q stands still.
+    """
+    x: Tensor = bucket.precondition(gradient, Q, steps)
+    if not bucket.may_sleep:
+        return x
+    asleep = is_asleep(bucket.group, Q)[:, None, None]
+    return torch.where(asleep, step_before_pair(bucket.gather(gradient), hvp == "whiten"), x)
 
 # %% ../nbs/optimizer/02_descent.ipynb #9098f3d9
 def criterion_terms(bucket: Any, Q: Any, probes: Any, products: Any) -> Tensor:
@@ -242,7 +274,8 @@ class RunWatch:
         if self._seen is None:
             return
         both = [(b, Q) for (_, b), Q in zip(active, ready, strict=True)]
-        ahead = [b.precondition({**g, **means}, Q) for b, Q in both]
+        head = self.param_groups[0]
+        ahead = [direction(b, {**g, **means}, Q, head["hvp"]) for b, Q in both]
         u = [x for (b, _), each in zip(both, ahead, strict=True) for x in b.parts(each, g)]
         if pairs[1]:
             terms = [criterion_terms(b, Q, *pairs) for b, Q in both]
@@ -251,10 +284,7 @@ class RunWatch:
         steps = [step for move in moves for step in move.steps]
         for name, x in (("gradient", g.values()), ("direction", u), ("step", steps)):
             self._seen[f"{name}_norm"] = get_total_norm([one.detach() for one in x])
-        head, real = (
-            self.param_groups[0],
-            [torch.view_as_real(p) if p.is_complex() else p for p in map(Tensor.detach, g)],
-        )
+        real = [torch.view_as_real(p) if p.is_complex() else p for p in map(Tensor.detach, g)]
         count = sum(x.numel() for x in real)
         most = clip_blocks(ahead, head, count, lambda: get_total_norm(real))
         cut = [x for (b, _), each in zip(both, ahead, strict=True) for x in b.parts(each, g)]

@@ -30,9 +30,9 @@ def window_of(n: int, share: float, count: Tensor) -> Tensor:
         Columns, shape `(*batch, n, ceil(share n))`.
     """
     width = math.ceil(share * n)
-    steps = torch.arange(width, dtype=count.dtype, device=count.device)
-    chosen = (count[..., None] * width + steps) % n  # eq-window
-    places = torch.arange(n, dtype=count.dtype, device=count.device)
+    steps = torch.arange(width, device=count.device)
+    chosen = (count[..., None].long() * width + steps) % n  # eq-window
+    places = torch.arange(n, device=count.device)
     return (places[:, None] == chosen[..., None, :]).to(count.dtype)
 
 # %% ../nbs/optimizer/10_later_updates.ipynb #ea3ccb72
@@ -73,7 +73,7 @@ class Sampled(Group):
     A step of a factor sees a window of its columns, which moves on with each step, and only they are computed.
     As a part of another combinator it learns from all columns.
 
-    State: `(Q, count)`: that of the product, and how many steps there were, `(*batch,)`.
+    State: `(Q, count)`: that of the product, and how many pairs there were, `(*batch,)`.
 
     Args:
         form: the product.
@@ -162,7 +162,8 @@ class Sampled(Group):
             a, b = seen_through(self.form, inner, i, units, v, h)
             steps.append(p.step_with_peaks(q, m, a, b, lr, decay))
         states, new = zip(*steps, strict=True)
-        return (states, count + 1), torch.cat(new, -1)
+        met = (h != 0).any(-1).any(-1)
+        return (states, count + met.to(count.dtype)), torch.cat(new, -1)
 
     def balance(self, Q: State, active: Tensor) -> State:
         """Return Q with the factors balanced."""

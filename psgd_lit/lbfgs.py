@@ -13,6 +13,7 @@ from torch import Tensor
 from .affine import as_real
 from .buckets import Bucket
 from .derivatives import closure_derivatives
+from .groups.first_scale import roused
 from .groups.protocol import State
 from .optim import PSGD
 
@@ -82,13 +83,18 @@ class PreconditionedLBFGS(torch.optim.LBFGS):
             )
         opt.settle()
         self.sign = -1.0 if opt.param_groups[0]["maximize"] else 1.0
-        every = [p for group in opt.param_groups for p in group["params"]]
-        self.parameters = [p for p in every if p.requires_grad and p.numel()]
+        self._every = [p for group in opt.param_groups for p in group["params"] if p.numel()]
         met = dict.fromkeys(self.parameters)
-        self.frames = [Frame(bucket, bucket.Q) for _, bucket in opt.buckets.active(met)]
-        zero = {p: torch.zeros_like(p) for p in self.parameters}
+        buckets = [bucket for _, bucket in opt.buckets.active(met)]
+        self.frames = [Frame(b, roused(b.group, b.Q)) for b in buckets]
+        zero = {p: torch.zeros_like(p) for p in met}
         coordinates = [frame.gradient(zero).requires_grad_() for frame in self.frames]
         super().__init__(coordinates, **{"line_search_fn": "strong_wolfe"} | settings)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that are trained now; those that are frozen stay where they are."""
+        return [p for p in self._every if p.requires_grad]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the parameters."""
@@ -100,8 +106,9 @@ class PreconditionedLBFGS(torch.optim.LBFGS):
         """Put the parameters where z says, and return whether they are finite."""
         for z, frame in zip(self.param_groups[0]["params"], self.frames, strict=True):
             for p, change in frame.step(z).items():
-                as_real(p).copy_(origin[p] + change)  # eq-coordinates
-        return all(bool(p.isfinite().all()) for p in self.parameters)
+                if p in origin:
+                    as_real(p).copy_(origin[p] + change)  # eq-coordinates
+        return all(bool(p.isfinite().all()) for p in origin)
 
     def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
         """Make up to `max_iter` iterations.
@@ -121,8 +128,8 @@ class PreconditionedLBFGS(torch.optim.LBFGS):
         @torch.no_grad()
         def in_frame() -> Tensor:
             self._place(origin)
-            found = closure_derivatives(closure, self.parameters, None, "whiten")
-            pairs = zip(self.parameters, found.gradient, strict=True)
+            found = closure_derivatives(closure, [*origin], None, "whiten")
+            pairs = zip(origin, found.gradient, strict=True)
             gradient = {p: self.sign * g for p, g in pairs if g is not None}
             for z, frame in zip(coordinates, self.frames, strict=True):
                 z.grad = frame.gradient(gradient)

@@ -173,14 +173,12 @@ class LowRank(Group):
     def step_of_sums(
         self, Q: State, s: Tensor, d: Tensor, lr: float | Tensor, least: Tensor
     ) -> tuple[State, Tensor]:
-        """Return Q after a step; U and V stay where rounding would eat their inverse."""
+        """Return Q after a step, the turn passed on; U and V stay where rounding would eat their inverse."""
         moved, maxima = super().step_of_sums(Q, s, d, lr, least)
         choose = partial(torch.where, is_safe(*moved[:2])[..., None, None])
-        return (*map(choose, moved[:2], Q[:2]), *moved[2:]), maxima
-
-    def balance(self, Q: State, active: Tensor) -> State:
-        """Return Q with the turn passed on, where a member has learned."""
-        return (*Q[:3], torch.where(active, 1 - Q[3], Q[3]))
+        met = ((s != 0) | (d != 0)).any(-1).any(-1)  # a zero pair has no turn
+        turn = torch.where(met, 1 - Q[3], Q[3])
+        return (*map(choose, moved[:2], Q[:2]), moved[2], turn), maxima
 
     def scale(self, Q: State, c: Tensor) -> State:
         """Return `c Q`, by the diagonal."""

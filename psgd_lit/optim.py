@@ -48,6 +48,7 @@ from psgd_lit.descent import (
     LossWatch,
     RunWatch,
     after_loss,
+    direction,
     is_read,
     judged,
     number,
@@ -189,7 +190,7 @@ def planned_move(
     lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
     decay = lr * group["weight_decay"] if group["weight_decay"] else None
     go, rate = finite.to(x.device), factor.to(x.device) * lr
-    shrink = None if decay is None else 1 - go.to(x.dtype) * decay
+    shrink = None if decay is None else (1 - go.to(x.dtype) * decay).nan_to_num(1.0)
     steps = bucket.scatter(x.mul_(rate).masked_fill_(~go, 0.0))
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
@@ -217,7 +218,7 @@ def planned_moves(
     steps, is_due = schedule(groups[0])
     still = 1 if is_due else steps  # at a step that fits, Q is new
     ahead = [
-        (group, b, b.precondition({**gradient, **means}, Q, still))
+        (group, b, direction(b, {**gradient, **means}, Q, groups[0]["hvp"], still))
         for (group, b), Q in zip(active, ready, strict=True)
     ]
     real = [as_real(p).detach() for p in gradient]
@@ -226,6 +227,9 @@ def planned_moves(
     lengths = [u for _, b, x in ahead for u in b.parts(x, gradient)]
     factor = clip_factor(lengths, most)
     finite = factor > 0
+    for group in groups:
+        if isinstance(group["lr"], Tensor):
+            finite = finite & group["lr"].reshape(()).isfinite().to(finite.device)
     return [planned_move(*one, gradient, factor, finite) for one in ahead], finite
 
 # %% ../nbs/optimizer/03_psgd.ipynb #eab76525
@@ -357,10 +361,9 @@ def tried(
         steps = []
         for p, step in zip(move.params, move.steps, strict=True):
             x, past = as_real(p), state.get(p, {})
-            decay = 0.0 if move.shrink is None else (1 - move.shrink) * x
             known = (past["place"], past["direction"]) if "place" in past else None
             there = refused.to(x.device), part.to(x.device)
-            goal, (place, direction) = on_trial(x.detach(), -decay - step, known, *there)
+            goal, (place, direction) = on_trial(x.detach(), -step, known, *there)
             kept[p] = {"place": place.clone(), "direction": direction}
             steps.append(x - goal)
         new.append(Move(move.params, None, steps))
@@ -404,7 +407,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         max_norm: threshold on the norm of `P g` over all parameters; "auto" is the root of their number with "whiten",
             else the norm of the parameters, but 1 at least, and no block's step is longer by itself.
         monotone: whether a step that has raised the loss is taken back and halved at the next call; for losses that are
-            the same function at each call.
+            the same function at each call, without `weight_decay`. Call `settle` before you change parameters by hand.
         momentum: weight of the past in the average of gradients that P multiplies.
         weight_decay: decoupled: each step multiplies the parameters by `1 - lr weight_decay`.
         maximize: whether to climb instead.
@@ -467,7 +470,6 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     ) -> None:
         self.process_group = checked_process_group(process_group)
         given: dict[str, Any] = {k: value for k, value in locals().items() if k in SETTINGS}
-        given["lr"] = LR.get(str(hvp), 0.1) if lr is None else lr
         given["blocks"] = checked_blocks(() if blocks is None else blocks)
         super().__init__(params, given | COUNTS | {"parts": []})
         check_blocks_met(self.param_groups)
@@ -477,7 +479,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         super().add_param_group({**param_group})
         group, head = self.param_groups[-1], self.param_groups[0]
         try:
-            group |= {name: plain(value) for name, value in group.items()}
+            rule = {"lr": LR.get(str(group["hvp"]), 0.1)} if group["lr"] is None else {}
+            group |= {name: plain(value) for name, value in (group | rule).items()}
             check_settings(group, head)
             group["blocks"] = checked_blocks(group["blocks"])
             check_parameters(group["params"], self._takes_shards)

@@ -136,6 +136,11 @@ def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool 
             raise ValueError(
                 f"{name} is shared by all param groups: it is {shared[name]!r}, and can't be {settings[name]!r} here"
             )
+    if settings["monotone"] and settings["weight_decay"]:
+        raise ValueError(
+            "monotone=True judges a step by the loss, and weight_decay is no part of it: add the penalty to the loss, or "
+            "leave one of them out"
+        )
 
 # %% ../nbs/appendix/09_settings.ipynb #a7db0b9b
 def check_trainable(params: Iterable[Tensor]) -> None:
@@ -198,6 +203,9 @@ _KEEPER = "block"  # where the state of a block is, as the position of a paramet
 @contextmanager
 def saving(optimizer: Any) -> Iterator[None]:
     """Let the state that the optimizer makes have the saved form of its param groups, before any hook of the user."""
+    optimizer.buckets.serve(
+        optimizer.param_groups, optimizer.state
+    )  # or what is saved would not fit
 
     def complete(_: Any, saved: dict[str, Any]) -> None:
         saved["state"] = {key: named_leaves(entry) for key, entry in saved["state"].items()}

@@ -30,7 +30,7 @@ from psgd_lit.derivatives import (
     stored_derivatives,
     without_autocast,
 )
-from .descent import after_loss, number
+from .descent import after_loss, direction, number
 from .groups.protocol import Group
 from .hvp import hvp_approx
 from .optim import PSGD, Move, averages, damped_pairs, fits, hold_averages, planned_move
@@ -558,7 +558,7 @@ def planned(
     means = averages(groups, state, gradient)
     known = {**gradient, **means}
     ahead = [
-        (group, b, b.precondition(known, Q))
+        (group, b, direction(b, known, Q, group["hvp"]))
         for (group, b), Q in zip(active, ready, strict=True)
     ]
     lengths = (u for _, b, x in ahead for p, u in b.scatter(x).items() if p in gradient)

@@ -228,7 +228,7 @@ def valley(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("lr", [1.0, 5.0])
 def test_the_place_where_it_settles_never_rises(hvp, lr):
     x = torch.tensor([-1.0, 1.0], dtype=torch.float64, requires_grad=True)
-    opt = PSGD([x], lr=lr, hvp=hvp, preconditioner="dense", monotone=True, weight_decay=0.01)
+    opt = PSGD([x], lr=lr, hvp=hvp, preconditioner="dense", monotone=True)
     lowest = math.inf
     for _ in range(60):
         opt.step(lambda: valley(x))

@@ -1,6 +1,7 @@
 """What people try in their first hour with a model that isn't ours, and what went wrong there."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
-from toys import equal, loss_of, network
+from toys import equal, loss_of, network, quiet
 
 from psgd_lit import PSGD, PreconditionedLBFGS, affine_blocks, doctor, optim
 from psgd_lit.affine import Block, Piece
@@ -234,3 +235,208 @@ def test_the_doctor_sees_a_sparse_gradient():
         warnings.simplefilter("ignore")
         said = str(doctor(net, lambda: net(i).square().mean()))
     assert "sparse=False" in said
+
+
+# Members of one bucket, and members without a pair ---------------------------------------------------------------
+
+
+def experts(count: int) -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(count)]
+
+
+POINTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+ANSWERS = POINTS[:, :1].sin() + POINTS[:, 1:2] * POINTS[:, 2:3]
+
+
+def fit_error(net: nn.Module) -> Tensor:
+    return (net(POINTS) - ANSWERS).square().mean()
+
+
+@pytest.mark.parametrize("hvp", ["exact", "whiten"])
+def test_a_block_learns_alike_whether_or_not_its_neighbours_are_used(hvp):
+    """As experts that take turns: blocks of one shape lie in one bucket, if they are of one param group."""
+    ends = []
+    for apart in (True, False):
+        nets = experts(3)
+        groups = [{"params": [*net.parameters()]} for net in nets]
+        together = [{"params": [p for net in nets for p in net.parameters()]}]
+        opt = PSGD(groups if apart else together, hvp=hvp)
+        turns = torch.randint(3, (150,), generator=torch.Generator().manual_seed(2)).tolist()
+        for i in turns:
+            opt.step(lambda net=nets[i]: fit_error(net))
+        ends.append([fit_error(net).item() for net in nets])
+    assert ends[0] == pytest.approx(ends[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("hvp", ["exact", "approx", "whiten"])
+def test_a_layer_that_no_fit_meets_moves_all_the_same(hvp):
+    """Its turn never coincides with that of the fits."""
+    first, second = experts(2)
+    opt = PSGD([*first.parameters(), *second.parameters()], hvp=hvp, update_every=2)
+    before = fit_error(second).item()
+    for _ in range(100):
+        opt.step(lambda: fit_error(first))
+        opt.step(lambda: fit_error(second))
+    assert fit_error(second).item() < 0.8 * before
+
+
+def test_a_first_batch_without_a_number_stops_nobody():
+    (net,) = experts(1)
+    opt = PSGD(net.parameters(), update_every=100)
+    before = fit_error(net).item()
+    opt.step(lambda: fit_error(net) * math.nan)
+    for _ in range(50):
+        opt.step(lambda: fit_error(net))
+    assert opt.skipped == 1
+    assert fit_error(net).item() < 0.8 * before
+
+
+def test_a_block_at_a_point_without_curvature_leaves_it():
+    """The second derivative of a norm at zero isn't a number, and its gradient is."""
+    a, b = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.zeros(1, 2))
+    opt = PSGD([a, b])
+
+    def loss() -> Tensor:
+        return (POINTS @ a.T @ b.T - ANSWERS).square().mean() + 1e-3 * b.norm()
+
+    before = loss().item()
+    for _ in range(20):
+        opt.step(loss)
+    assert opt.dropped_fits >= 1
+    assert loss().item() < 0.9 * before
+
+
+# Trials -----------------------------------------------------------------------------------------------------------
+
+
+def test_trials_go_on_after_the_loss_has_changed():
+    """As points of a physics-informed network that are drawn anew."""
+    (net,), ends = experts(1), []
+    opt = PSGD(net.parameters(), lr=1.0, monotone=True)
+    for size in (1.0, 3.0):
+        for _ in range(150):
+            opt.step(lambda size=size: (net(size * POINTS) - ANSWERS).square().mean())
+        ends.append((net(size * POINTS) - ANSWERS).square().mean().item())
+    start = (net(POINTS) - ANSWERS).square().mean().item()
+    assert max(ends) < 0.3 * start
+
+
+def test_weights_that_were_loaded_after_settle_stay():
+    net, other = experts(2)
+    opt = PSGD(net.parameters(), lr=1.0, monotone=True)
+    for _ in range(60):
+        opt.step(lambda: fit_error(net))
+    opt.settle()
+    net.load_state_dict(other.state_dict())
+    loss = opt.step(lambda: fit_error(net))
+    assert loss.item() == pytest.approx(fit_error(other).item())
+    opt.settle()
+    assert equal([*net.parameters()], [*other.parameters()])
+
+
+def test_trials_and_weight_decay_exclude_each_other():
+    (net,) = experts(1)
+    with pytest.raises(ValueError, match="add the penalty to the loss"):
+        PSGD(net.parameters(), monotone=True, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("maximize", "losses", "exploded"), [(False, 12 * [0.0] + [3.0], 0), (True, [1.0] + 12 * [999.0], 0)]
+)
+def test_a_success_is_no_explosion(maximize, losses, exploded):
+    x = nn.Parameter(torch.ones(2))
+    opt = PSGD([x], maximize=maximize)
+    for value in losses:
+        opt.step(lambda value=value: x.sum() * 0 + value)
+    assert opt.exploded == exploded
+
+
+# Settings in param groups -----------------------------------------------------------------------------------------
+
+
+def test_the_step_size_follows_the_product_of_the_group():
+    (net,) = experts(1)
+    assert PSGD([{"params": net.parameters(), "hvp": "whiten"}]).param_groups[0]["lr"] == 0.003
+    assert PSGD([{"params": net.parameters(), "lr": None}]).param_groups[0]["lr"] == 0.1
+
+
+def test_another_preconditioner_in_a_group_is_refused_once_it_has_learned():
+    (net,) = experts(1)
+    opt = PSGD(net.parameters())
+    opt.param_groups[0]["preconditioner"] = "diagonal"
+    opt.step(lambda: fit_error(net))
+    opt.param_groups[0]["preconditioner"] = "kron"
+    for act in (lambda: opt.step(lambda: fit_error(net)), opt.state_dict):
+        with pytest.raises(ValueError, match="put them back"):
+            act()
+    opt.param_groups[0]["preconditioner"] = "diagonal"
+    opt.step(lambda: fit_error(net))
+    opt.load_state_dict(opt.state_dict())
+
+
+def test_a_step_size_that_is_no_number_skips_the_step():
+    (net,) = experts(1)
+    opt = PSGD(net.parameters(), lr=torch.tensor(0.1), weight_decay=0.1)
+    opt.step(lambda: fit_error(net))
+    opt.param_groups[0]["lr"].fill_(math.nan)
+    before = [p.detach().clone() for p in net.parameters()]
+    opt.step(lambda: fit_error(net))
+    assert opt.skipped == 1
+    assert equal(before, [p.detach() for p in net.parameters()])
+
+
+def test_lazy_modules_are_told_to_run_once():
+    net = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))
+    with pytest.raises(ValueError, match="run the model once"):
+        PSGD(net.parameters())
+    net(POINTS)
+    PSGD(net.parameters()).step(lambda: fit_error(net))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_graphs_of_layers_that_take_turns(to_none):
+    """What an unused layer keeps of an earlier step is no gradient without a graph."""
+    nets = experts(2)
+    opt = PSGD([p for net in nets for p in net.parameters()], update_every=2)
+    for i in range(6):
+        opt.zero_grad(set_to_none=to_none)
+        with quiet():
+            fit_error(nets[(0, 1, 0)[i % 3]]).backward(create_graph=opt.due)
+        opt.step()
+    assert opt.skipped == 0
+
+
+def test_gradients_that_are_divided_by_hand_are_told():
+    """Q is then fitted to the curvature of the loss as it was."""
+    (net,) = experts(1)
+    opt = PSGD(net.parameters(), update_every=1)
+    for factor in (1.0, 0.25):
+        opt.zero_grad()
+        with quiet():
+            (fit_error(net) * factor).backward(create_graph=True)
+        opt.step()
+    opt.zero_grad()
+    with quiet():
+        fit_error(net).backward(create_graph=True)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.grad.div_(4)
+    with pytest.warns(UserWarning, match="divide the loss"):
+        opt.step()
+
+
+@pytest.mark.parametrize("preconditioner", ["kron", "dense"])
+def test_lbfgs_leaves_frozen_layers_and_takes_new_ones(preconditioner):
+    net, late = experts(2)
+    opt = PSGD([*net.parameters(), *late.parameters()], preconditioner=preconditioner, lr=1.0, monotone=True)
+    for _ in range(30):
+        opt.step(lambda: fit_error(net))
+    net[0].requires_grad_(False)
+    lbfgs = PreconditionedLBFGS(opt)
+    frozen, before = net[0].weight.detach().clone(), fit_error(late).item()
+    late[0].requires_grad_(False)
+    for _ in range(5):
+        lbfgs.step(lambda: fit_error(net) + fit_error(late))
+    assert torch.equal(net[0].weight, frozen)
+    assert fit_error(late).item() < 0.9 * before
