@@ -176,7 +176,7 @@ class KeptProduct:
             self._product = self.group.product(Q)
         return self._product
 
-# %% ../nbs/appendix/08_buckets.ipynb #297ea4ea
+# %% ../nbs/appendix/08_buckets.ipynb #c143fe16
 _WHOLE: Any = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
 
 
@@ -349,7 +349,7 @@ def parts_of(
     new = {p for p in group["params"] if p.requires_grad or state.get(p)} - set().union(*old)
     return [*old, new]
 
-# %% ../nbs/appendix/08_buckets.ipynb #299626bb
+# %% ../nbs/appendix/08_buckets.ipynb #fb4e8a9c
 _CHANGED = (
     "the preconditioner or the blocks of a param group have been changed, but its state was learned with others: put them "
     "back, or make a new optimizer"

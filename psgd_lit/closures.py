@@ -34,7 +34,7 @@ class _Mark:
             and self.version == other.version
         )
 
-# %% ../nbs/appendix/05_closures.ipynb #9daedb80
+# %% ../nbs/appendix/05_closures.ipynb #2967f5b2
 class History:
     """How the gradient of a parameter came about, as two hooks on the parameter see it.
 
@@ -253,7 +253,7 @@ def warn_if_unsteady(
             stacklevel=9,
         )
 
-# %% ../nbs/appendix/05_closures.ipynb #48fff83a
+# %% ../nbs/appendix/05_closures.ipynb #cb22f8a6
 def warn_if_changed(changed: bool, product: str) -> None:
     """Warn if one process has changed its gradients after `backward`.
 

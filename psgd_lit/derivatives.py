@@ -5,7 +5,7 @@ __all__ = ['PROBES', 'HVP', 'random_signs', 'draw_probes', 'draw_by_parameter', 
            'Derivatives', 'stored_derivatives', 'closure_derivatives', 'mean_over_ranks', 'warn_unless_averaged',
            'used_derivatives', 'amp_scale', 'without_autocast']
 
-# %% ../nbs/appendix/06_derivatives.ipynb #e4d0152a
+# %% ../nbs/appendix/06_derivatives.ipynb #735b2a72
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -128,7 +128,7 @@ def active_parameters(
         p for p in every if p.requires_grad and p.numel() and not (stored and p.grad is None)
     ]
 
-# %% ../nbs/appendix/06_derivatives.ipynb #f177e5b9
+# %% ../nbs/appendix/06_derivatives.ipynb #c8465676
 _SHARDED = (
     "the parameters are sharded (DTensor, as FSDP2's fully_shard makes them), and PSGD needs them whole: use "
     'psgd_lit.sharding.SharedPSGD, with the same arguments and hvp="whiten" or "approx"'
@@ -216,7 +216,7 @@ def _stored_product(
         )
     return product
 
-# %% ../nbs/appendix/06_derivatives.ipynb #6665ec3b
+# %% ../nbs/appendix/06_derivatives.ipynb #45dac866
 def stored_derivatives(
     params: Sequence[Tensor], probe: Sequence[Tensor] | None, hvp: str
 ) -> Derivatives:
@@ -244,7 +244,7 @@ def stored_derivatives(
         drop_graphs(params)
     return Derivatives(None, [None if g is None else g.detach() for g in gradient], product)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #b8f3b7a1
+# %% ../nbs/appendix/06_derivatives.ipynb #1c076a89
 def _difference(
     closure: Callable[[], Any], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> Derivatives:

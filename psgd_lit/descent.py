@@ -4,7 +4,7 @@
 __all__ = ['COUNTS', 'MEASURED', 'Trial', 'on_trial', 'number', 'judged', 'is_read', 'after_loss', 'word_of_trouble', 'LossWatch',
            'direction', 'criterion_terms', 'RunWatch']
 
-# %% ../nbs/optimizer/02_descent.ipynb #3d9fba6e
+# %% ../nbs/optimizer/02_descent.ipynb #584350fb
 import math
 from collections.abc import Mapping
 from numbers import Real
@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 from .groups.first_scale import is_asleep, step_before_pair
 from .regularization import clip_blocks, clip_factor
 
-# %% ../nbs/optimizer/02_descent.ipynb #e533bb1d
+# %% ../nbs/optimizer/02_descent.ipynb #9fe5c6ba
 class Trial(NamedTuple):
     """What is known of the step that is on trial.
 
@@ -107,7 +107,7 @@ def is_read(t: int) -> bool:
     """Return whether the host may wait for the device at an iteration: at 100, 200, 500, 1000, and so on."""
     return t >= 100 and str(t).rstrip("0") in ("1", "2", "5")
 
-# %% ../nbs/optimizer/02_descent.ipynb #355b8080
+# %% ../nbs/optimizer/02_descent.ipynb #b79d8dde
 def after_loss(head: Mapping[str, Any], loss: Tensor | None) -> dict[str, Any]:
     """Return the ceiling of usual losses, and how many were above it, after one more loss.
 
@@ -127,7 +127,7 @@ def after_loss(head: Mapping[str, Any], loss: Tensor | None) -> dict[str, Any]:
     ceiling = usual.where(usual > 0, 100 * height.abs())
     return {"ceiling": ceiling, "exploded": head["exploded"] + (height > ceiling)}
 
-# %% ../nbs/optimizer/02_descent.ipynb #5146e1e3
+# %% ../nbs/optimizer/02_descent.ipynb #06cce497
 _TROUBLES = {  # by count: the share of all steps from which on it is told, and how
     "dropped": (
         0.0,
@@ -165,7 +165,7 @@ def word_of_trouble(head: Mapping[str, Any]) -> str | None:
     told = _TROUBLES.items()
     return next((words for name, (share, words) in told if int(counts[name]) > share * t), None)
 
-# %% ../nbs/optimizer/02_descent.ipynb #00cdf81a
+# %% ../nbs/optimizer/02_descent.ipynb #e6caf86d
 COUNTS = {"t": 0, "joined": 0, "fits": 0, "skipped": 0, "dropped": 0, "ceiling": 0.0}
 COUNTS |= {"exploded": 0, "loss": float("inf"), "part": 1.0, "refused": 0}
 
@@ -209,7 +209,7 @@ class LossWatch:
         for group in self.param_groups:
             group["loss"] = math.inf
 
-# %% ../nbs/optimizer/02_descent.ipynb #82de3b09
+# %% ../nbs/optimizer/02_descent.ipynb #da651e93
 def direction(
     bucket: Any, gradient: Mapping[Tensor, Tensor], Q: Any, hvp: str, steps: int = 1
 ) -> Tensor:
@@ -245,7 +245,7 @@ def criterion_terms(bucket: Any, Q: Any, probes: Any, products: Any) -> Tensor:
     ends = bucket.group.apply(Q, h), bucket.group.solve_t(Q, v.where(h != 0, 0.0))
     return torch.stack([x.square().sum() for x in ends])
 
-# %% ../nbs/optimizer/02_descent.ipynb #ee66d381
+# %% ../nbs/optimizer/02_descent.ipynb #539b3249
 MEASURED = ("criterion", "balance", "gradient_norm", "direction_norm", "clip", "step_norm")
 
 

@@ -17,7 +17,7 @@ from .groups.kron import Kron, act_along, unfold
 from .groups.protocol import Group, State, largest_entry, step_rate
 from .groups.triangular import Triangular
 
-# %% ../nbs/optimizer/10_later_updates.ipynb #a5b70c36
+# %% ../nbs/optimizer/10_later_updates.ipynb #9f9fcb21
 def window_of(n: int, share: float, count: Tensor) -> Tensor:
     """Return the unit vectors of neighbouring coordinates, the next ones at the next count, and all of them in turn.
 
@@ -65,7 +65,7 @@ def seen_through(
         seen.append(act[i](Q[i], unfold(x, left, i)))  # eq-sampled
     return seen[0], seen[1]
 
-# %% ../nbs/optimizer/10_later_updates.ipynb #19e7ce8c
+# %% ../nbs/optimizer/10_later_updates.ipynb #beccf2ce
 @dataclass(frozen=True)
 class Sampled(Group):
     """A Kronecker product that learns from some columns of each unfolding at a time.

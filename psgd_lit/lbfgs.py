@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['Frame', 'PreconditionedLBFGS']
 
-# %% ../nbs/optimizer/06_lbfgs.ipynb #688602a4
+# %% ../nbs/optimizer/06_lbfgs.ipynb #b15a562a
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class Frame(NamedTuple):
         """Return by how much each parameter differs from where z is zero."""
         return self.bucket.scatter(self.bucket.group.apply_t(self.Q, z))  # eq-coordinates
 
-# %% ../nbs/optimizer/06_lbfgs.ipynb #9737e9f8
+# %% ../nbs/optimizer/06_lbfgs.ipynb #2c603c08
 class PreconditionedLBFGS(torch.optim.LBFGS):
     """L-BFGS in the coordinates in which the preconditioner of a PSGD is the identity.
 

@@ -74,7 +74,7 @@ def is_safe(U: Tensor, V: Tensor) -> Tensor:
     safe: Tensor = growth < torch.finfo(A.dtype).eps ** -0.5
     return safe
 
-# %% ../nbs/optimizer/11_low_rank.ipynb #15ec758f
+# %% ../nbs/optimizer/11_low_rank.ipynb #33bbf8c7
 @dataclass(frozen=True)
 class LowRank(Group):
     """Matrices `(I + U V^T) diag(d)` with thin U and V, which move in turn; a group for each V, and for each U.

@@ -4,7 +4,7 @@
 __all__ = ['Pairs', 'period', 'schedule', 'average', 'averages', 'hold_averages', 'Move', 'planned_move', 'planned_moves',
            'undefined_if_bad', 'damped_pairs', 'all_finite', 'fits', 'tried', 'PSGD']
 
-# %% ../nbs/optimizer/03_psgd.ipynb #920c7e1e
+# %% ../nbs/optimizer/03_psgd.ipynb #948fa4c4
 import math
 import operator
 import warnings
@@ -168,7 +168,7 @@ class Move(NamedTuple):
         if real:
             torch._foreach_sub_(real, self.steps)  # eq-psgd
 
-# %% ../nbs/optimizer/03_psgd.ipynb #87695384
+# %% ../nbs/optimizer/03_psgd.ipynb #8a3b42f0
 def planned_move(
     group: dict[str, Any],
     bucket: Bucket,
@@ -195,7 +195,7 @@ def planned_move(
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
 
-# %% ../nbs/optimizer/03_psgd.ipynb #cacf9e95
+# %% ../nbs/optimizer/03_psgd.ipynb #356a5295
 def planned_moves(
     groups: Sequence[dict[str, Any]],
     active: Sequence[tuple[dict[str, Any], Bucket]],
@@ -344,7 +344,7 @@ def fits(
     ]
     return states, finite & ~all_finite(list(products.values())).to(finite.device)
 
-# %% ../nbs/optimizer/03_psgd.ipynb #7e58e724
+# %% ../nbs/optimizer/03_psgd.ipynb #cf9bdb88
 def tried(
     moves: Iterable[Move], state: Mapping[Tensor, dict[str, Any]], refused: Tensor, part: Tensor
 ) -> tuple[list[Move], dict[Tensor, dict[str, Tensor]]]:
@@ -369,7 +369,7 @@ def tried(
         new.append(Move(move.params, None, steps))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #fe4eebed
+# %% ../nbs/optimizer/03_psgd.ipynb #251e6864
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 
@@ -622,7 +622,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in tensors, numbers and strings; a preconditioner as the groups that it chose, no callables."""
-        with saving(self):
+        with saving(self, self.buckets.choices):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['DAMPING_KINDS', 'damp', 'clip_factor', 'threshold', 'clip_blocks']
 
-# %% ../nbs/criterion/03_regularisation.ipynb #5fae611f
+# %% ../nbs/criterion/03_regularisation.ipynb #1be22873
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
@@ -87,7 +87,7 @@ def clip_factor(tensors: Sequence[Tensor], max_norm: float | Tensor) -> Tensor:
     factor: Tensor = (max_norm / norm).clamp(max=1.0)  # eq-clipping
     return factor.where(norm < math.inf, 0.0)
 
-# %% ../nbs/criterion/03_regularisation.ipynb #cc370bcb
+# %% ../nbs/criterion/03_regularisation.ipynb #e06ff1f1
 def threshold(hvp: str, count: int, norm: Callable[[], Tensor]) -> float | Tensor:
     """Return the threshold on the norm of a step where the user has given none.
 
@@ -98,7 +98,7 @@ def threshold(hvp: str, count: int, norm: Callable[[], Tensor]) -> float | Tenso
     """
     return math.sqrt(count) if hvp == "whiten" else norm().clamp(min=1.0)  # eq-threshold
 
-# %% ../nbs/criterion/03_regularisation.ipynb #bd74f868
+# %% ../nbs/criterion/03_regularisation.ipynb #03c7c84d
 def clip_blocks(
     columns: Iterable[Tensor], head: Mapping[str, Any], count: int, norm: Callable[[], Tensor]
 ) -> float | Tensor:

@@ -101,7 +101,7 @@ def check_number(name: str, value: Any, read: bool) -> None:
     if (number or read) and not valid(value):
         raise ValueError(f"{name} must be {text}, not {value!r}")
 
-# %% ../nbs/appendix/09_settings.ipynb #51118576
+# %% ../nbs/appendix/09_settings.ipynb #dcfc09a0
 def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool = True) -> None:
     """Check the settings of a param group.
 
@@ -194,24 +194,27 @@ def saved_form(group: Mapping[str, Any], choices: Iterable[Choice]) -> list[Any]
         for chosen, _, block in choices
     ]
 
-# %% ../nbs/appendix/09_settings.ipynb #f3eadb50
+# %% ../nbs/appendix/09_settings.ipynb #cc36e639
 _ON_BLOCKS = ("preconditioner", "blocks")  # settings that are saved in another form
 _FUNCTION = "a function"
 _KEEPER = "block"  # where the state of a block is, as the position of a parameter
 
 
 @contextmanager
-def saving(optimizer: Any) -> Iterator[None]:
-    """Let the state that the optimizer makes have the saved form of its param groups, before any hook of the user."""
-    optimizer.buckets.serve(
-        optimizer.param_groups, optimizer.state
-    )  # or what is saved would not fit
+def saving(optimizer: Any, choices: Iterable[Iterable[Choice]]) -> Iterator[None]:
+    """Let the state that the optimizer makes have the saved form of its param groups, before any hook of the user.
+
+    Args:
+        optimizer: whose state.
+        choices: the blocks of each param group, and their groups.
+    """
 
     def complete(_: Any, saved: dict[str, Any]) -> None:
         saved["state"] = {key: named_leaves(entry) for key, entry in saved["state"].items()}
-        for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        groups = zip(saved["param_groups"], optimizer.param_groups, choices, strict=True)
+        for group, mine, chosen_here in groups:
             group |= {name: plain(value) for name, value in group.items()}
-            group["blocks"] = saved_form(mine, choices_of(mine, optimizer.state))
+            group["blocks"] = saved_form(mine, chosen_here)
             keeper = {i: i for i, p in enumerate(mine["params"]) if p.requires_grad}
             keeper |= {i: where[0] for _, where, _ in group["blocks"] for i in where}
             for i, first in keeper.items() if saved["state"] else ():

@@ -6,7 +6,7 @@ __all__ = ['CHUNK', 'Lots', 'Team', 'team_of', 'assigned', 'costs_of', 'owners_o
            'shared_factor', 'vectors', 'Plan', 'planned', 'local_moves', 'owned_entries', 'OwnedState',
            'derivatives_here', 'SharedPSGD']
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #3d6d9e7d
+# %% ../nbs/optimizer/08_several_machines.ipynb #5c58ad71
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -463,7 +463,7 @@ def bad_signs(loss: Any, overflow: Tensor | None, like: Tensor) -> Tensor:
         ]
     ).sum()
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #2946bf8e
+# %% ../nbs/optimizer/08_several_machines.ipynb #023d7578
 def shared_factor(
     team: Team,
     columns: Iterable[Tensor],
@@ -533,7 +533,7 @@ class Plan(NamedTuple):
     finite: Tensor
     dropped: Tensor
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #d34722e1
+# %% ../nbs/optimizer/08_several_machines.ipynb #63e46229
 def planned(
     optimizer: PSGD,
     gradient: Mapping[Tensor, Tensor],

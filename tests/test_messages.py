@@ -101,6 +101,14 @@ def another_preconditioner() -> None:
     new(net, preconditioner="diagonal").load_state_dict(opt.state_dict())
 
 
+def changed_by_hand() -> None:
+    net = network()
+    opt = new(net)
+    opt.step(lambda: loss_of(net))
+    opt.param_groups[0]["preconditioner"] = "diagonal"
+    opt.step(lambda: loss_of(net))
+
+
 def another_optimizer() -> None:
     net = network()
     adam = torch.optim.Adam(net.parameters())
@@ -134,7 +142,8 @@ RAISED: dict[str, Callable[[], Any]] = {
     "Three ways to call step": plain_backward,
     "derivative for ... is not implemented": attention,
     "has no column for it": lambda: new(preconditioner="scan"),
-    "changes its gradients after backward()": clipped,
+    "gradients are changed after backward()": clipped,
+    "have been changed, but its state was learned with others": changed_by_hand,
     "batches and calls the closure for one of them": accumulated,
     "the parameters are sharded": sharded,
     "double backward": compiled,

@@ -47,7 +47,7 @@ def planned(seeds: Sequence[int] = (0, 1, 2)) -> list[Run]:
         runs += [Run("xor_rnn", method, seed) for method in (*_ALL, "dense")]
         runs += [Run("xor_rnn", method, seed, 10_000, length=16) for method in _ALL]
     first = seeds[0]
-    runs += [Run("xor_lstm", "dense", first)]
+    runs += [Run("xor_lstm", "dense", seed) for seed in seeds]
     runs += [Run("addition_lstm", method, first, 8_000) for method in _ALL]
     runs += [
         Run("addition_rnn", m, first, hvp="approx") for m in ("kron", "splu", "scan", "esgd")

@@ -65,7 +65,7 @@ def begin(group: Group, Q: State, v: Tensor, h: Tensor) -> State:
     begins = is_asleep(group, Q) & (scale > 0)
     return group.scale(Q, torch.where(begins, scale / ASLEEP, 1.0))
 
-# %% ../../nbs/optimizer/01_first_scale.ipynb #acae54e37e7d407bbb7b55eff062a284
+# %% ../../nbs/optimizer/01_first_scale.ipynb #68e1c265
 def step_before_pair(g: Tensor, whitens: bool) -> Tensor:
     """Return what stands for P g in members that have not met a pair.
 
@@ -82,7 +82,7 @@ def step_before_pair(g: Tensor, whitens: bool) -> Tensor:
         a * (count.sqrt().sqrt() / length) + 0 * g
     )  # eq-before-pair; what isn't finite stays so
 
-# %% ../../nbs/optimizer/01_first_scale.ipynb #72eea5119410473aa328ad9291626812
+# %% ../../nbs/optimizer/01_first_scale.ipynb #1508ec31
 def roused(group: Group, Q: State) -> State:
     """Return Q with the members that sleep at the identity."""
     return group.scale(Q, torch.where(is_asleep(group, Q), 1 / ASLEEP, 1.0))

@@ -60,7 +60,7 @@ def start(group: Group, Q: State) -> Fit:
     share = torch.ones_like(none)[..., None].expand(*none.shape, group.size(Q)).clone()
     return Fit(Q, peaks, share, none)
 
-# %% ../../nbs/learning/04_fit.ipynb #d80d048a
+# %% ../../nbs/learning/04_fit.ipynb #c6e52b07
 def coordinates_met(h: Tensor) -> Tensor:
     """Return 1 where a product is not zero, and 0 where it is."""
     return h.sign().abs_()
@@ -80,7 +80,7 @@ def updated_share(fit: Fit, met: Tensor, counts: Tensor) -> Tensor:
     weight = (met.shape[-1] / fit.pairs).clamp(_FORGETTING, 1.0) * counts
     return fit.share.lerp(met.mean(-1), weight[..., None])  # eq-share
 
-# %% ../../nbs/learning/04_fit.ipynb #992b4404
+# %% ../../nbs/learning/04_fit.ipynb #1babeded
 def learn(
     group: Group,
     fit: Fit,

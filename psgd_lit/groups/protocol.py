@@ -15,7 +15,7 @@ from torch import Tensor
 
 State = tuple[Any, ...]
 
-# %% ../../nbs/learning/01_lie.ipynb #12a59906
+# %% ../../nbs/learning/01_lie.ipynb #3fadd008
 def largest_entry(tensors: Iterable[Tensor], batch_dims: int) -> Tensor:
     """Return the largest absolute entry over several tensors, for each member of the batch.
 
