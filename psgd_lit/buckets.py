@@ -296,6 +296,12 @@ def kind_of(choice: Choice) -> tuple[Any, ...]:
     return choice.group, choice.shape, state_dtype(params), params[0].device
 
 # %% ../nbs/appendix/08_buckets.ipynb #ac1d5392
+_CHANGED = (
+    "the preconditioner or the blocks of a param group have been changed, but its state was learned with others: put them "
+    "back, or make a new optimizer"
+)
+
+
 def buckets_of(
     choices: Iterable[Choice],
     scale: float | str,
@@ -307,9 +313,18 @@ def buckets_of(
         choices: the blocks and their groups.
         scale: a block without a stored state starts at this multiple of the identity, by its first pair if "auto".
         stored: states by the first parameter of a block.
+
+    Raises:
+        ValueError: if a state is one of another group or of other blocks.
     """
     kinds: dict[Any, list[Choice]] = {}
     for choice in choices:
+        past = stored.get(choice.block.params[0], {}).get("Q")
+        new = started(choice, scale, "meta")["Q"]
+        if past is not None and [x.shape for x in leaves(past)] != [
+            x.shape for x in leaves(new)
+        ]:
+            raise ValueError(_CHANGED)
         kinds.setdefault(kind_of(choice), []).append(choice)
     return [
         Bucket(members, scale, [stored.get(choice.block.params[0]) for choice in members])
@@ -350,12 +365,6 @@ def parts_of(
     return [*old, new]
 
 # %% ../nbs/appendix/08_buckets.ipynb #fb4e8a9c
-_CHANGED = (
-    "the preconditioner or the blocks of a param group have been changed, but its state was learned with others: put them "
-    "back, or make a new optimizer"
-)
-
-
 class Buckets:
     """The buckets of several param groups, which follow the set of active blocks and their dtypes and devices.
 

@@ -20,11 +20,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 # %% ../nbs/appendix/05_closures.ipynb #61394476
 class _Mark:
-    """What tells one content of `.grad` from another: the tensor, and how often it was written to."""
+    """What tells one content of `.grad` from another: the tensor, how often it was written to, and its last operation."""
 
     def __init__(self, grad: Tensor | None) -> None:
         self.tensor = None if grad is None else weakref.ref(grad)
         self.version = 0 if grad is None else grad._version
+        node = None if grad is None else grad.grad_fn
+        self.operation = None if node is None else node.name()
 
     def matches(self, other: "_Mark") -> bool:
         """Whether there was a gradient, and is the same still."""
@@ -86,10 +88,11 @@ class History:
         return self.sums > 0 and not self._left.matches(self._now())
 
     def is_written(self) -> bool:
-        """Whether the tensor that `backward` has left was written to afterwards."""
+        """Whether the tensor that `backward` has left was written to afterwards, and its graph doesn't know."""
         left, now = self._left, self._now()
         same = left.tensor is not None and left.tensor is now.tensor
-        return self.sums > 0 and same and left.version != now.version
+        unknown = left.version != now.version and left.operation == now.operation
+        return self.sums > 0 and same and unknown
 
     def forget_graph(self) -> None:
         """Take note that what is in `.grad` has lost its graph."""

@@ -25,7 +25,6 @@ _PRODUCTS = {
     _ATEN.bmm: 0,
     _ATEN.addmm: 1,
     _ATEN.baddbmm: 1,
-    _ATEN.baddbmm_: 1,
 }  # where the first factor is
 
 

@@ -38,9 +38,11 @@ class Trial(NamedTuple):
         before = self.loss.to(loss)
         eps = torch.finfo(loss.dtype).eps
         allowance = 4 * eps * before.abs().nan_to_num(posinf=0.0)
-        back = self.part < eps  # the parameters are where the step began
+        back = self.part == 0  # the parameters are where the step began
         refused = ~(loss <= before + allowance) & before.isfinite() & ~(back & loss.isfinite())
-        part = torch.where(refused, self.part / 2, (2 * self.part).clamp(max=1.0))  # eq-trial
+        least = min(eps, torch.finfo(torch.float32).eps)
+        half = torch.where(self.part < 2 * least, 0.0, self.part / 2)
+        part = torch.where(refused, half, (2 * self.part).clamp(least, 1.0))  # eq-trial
         return Trial(torch.where(refused, before, loss), part, self.refused + refused), refused
 
 # %% ../nbs/optimizer/02_descent.ipynb #16a5b580
@@ -205,7 +207,8 @@ class LossWatch:
         """
         for p, entries in self.state.items():
             if "place" in entries:
-                (torch.view_as_real(p) if p.is_complex() else p).copy_(entries["place"])
+                (torch.view_as_real(p) if p.is_complex() else p).copy_(entries.pop("place"))
+                entries.pop("direction", None)
         for group in self.param_groups:
             group["loss"] = math.inf
 

@@ -93,7 +93,7 @@ class PreconditionedLBFGS(torch.optim.LBFGS):
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters that are trained now; those that are frozen stay where they are."""
+        """The parameters that are trained now; a frozen one stays where it is, and if it has never learned, for good."""
         return [p for p in self._every if p.requires_grad]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -154,18 +154,22 @@ class Move(NamedTuple):
         params: the parameters.
         shrink: the factor of weight decay, a number on the device, or None.
         steps: what is then subtracted from each.
+        goals: where each ends, if that is known to the last bit.
     """
 
     params: list[Tensor]
     shrink: Tensor | None
     steps: list[Tensor]
+    goals: list[Tensor] | None = None
 
     def make(self) -> None:
         """Change the parameters."""
         real = [as_real(p) for p in self.params]
         if real and self.shrink is not None:
             torch._foreach_mul_(real, self.shrink)
-        if real:
+        if real and self.goals is not None:
+            torch._foreach_copy_(real, self.goals)
+        elif real:
             torch._foreach_sub_(real, self.steps)  # eq-psgd
 
 # %% ../nbs/optimizer/03_psgd.ipynb #8a3b42f0
@@ -358,7 +362,7 @@ def tried(
     """
     new, kept = [], {}
     for move in moves:
-        steps = []
+        steps, goals = [], []
         for p, step in zip(move.params, move.steps, strict=True):
             x, past = as_real(p), state.get(p, {})
             known = (past["place"], past["direction"]) if "place" in past else None
@@ -366,7 +370,8 @@ def tried(
             goal, (place, direction) = on_trial(x.detach(), -step, known, *there)
             kept[p] = {"place": place.clone(), "direction": direction}
             steps.append(x - goal)
-        new.append(Move(move.params, None, steps))
+            goals.append(goal)
+        new.append(Move(move.params, None, steps, goals))
     return new, kept
 
 # %% ../nbs/optimizer/03_psgd.ipynb #251e6864

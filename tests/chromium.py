@@ -9,13 +9,29 @@ from typing import NamedTuple
 import pytest
 
 try:
-    from playwright.sync_api import Browser, ConsoleMessage, Page, Request, ViewportSize, sync_playwright
+    from playwright.sync_api import (
+        Browser,
+        ConsoleMessage,
+        Page,
+        Request,
+        ViewportSize,
+        sync_playwright,
+    )
 except ImportError:
-    pytest.skip("no browser tests: playwright is not installed; say `pip install playwright`", allow_module_level=True)
+    pytest.skip(
+        "no browser tests: playwright is not installed; say `pip install playwright`",
+        allow_module_level=True,
+    )
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
 if CHROMIUM is None:
-    pytest.skip("no browser tests: no chromium on the PATH; say `apt-get install chromium`", allow_module_level=True)
+    pytest.skip(
+        "no browser tests: no chromium on the PATH; say `apt-get install chromium`",
+        allow_module_level=True,
+    )
 
 FLAGS = [
     "--disable-background-networking",

@@ -73,7 +73,11 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def learned(
-    group: Group, shape: Any, batch: tuple[int, ...] = (), seed: int = 0, dtype: torch.dtype = torch.float64
+    group: Group,
+    shape: Any,
+    batch: tuple[int, ...] = (),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> State:
     """A state away from the identity: where seven bold steps on random pairs lead."""
     Q = group.init(shape, batch, dtype=dtype)
@@ -146,7 +150,10 @@ def view(x: Tensor, index: Any) -> Tensor:
     """Index a tensor by integers, slices, None and one ellipsis."""
     index = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in index:
-        at, named = index.index(Ellipsis), sum(i is not None and i is not Ellipsis for i in index)
+        at, named = (
+            index.index(Ellipsis),
+            sum(i is not None and i is not Ellipsis for i in index),
+        )
         index[at : at + 1] = [slice(None)] * (x.dim() - named)
     dim = 0
     for i in index:

@@ -156,7 +156,10 @@ class Page:
     @cached_property
     def module(self) -> str | None:
         """The module that the page exports, without `psgd_lit.`; None if it exports none."""
-        return next((cell.directives["default_exp"] for cell in self.code if "default_exp" in cell.directives), None)
+        return next(
+            (cell.directives["default_exp"] for cell in self.code if "default_exp" in cell.directives),
+            None,
+        )
 
     @cached_property
     def label(self) -> str:
@@ -184,7 +187,10 @@ class Page:
     @cached_property
     def named_equations(self) -> list[str]:
         """The labels of equations that its text names, and then those that its code does."""
-        in_text, in_code = re.compile(r"\{eq\}`(?:[^`<]*<)?(eq-[\w-]+)>?`"), re.compile(r"\beq-\w+(?:-\w+)*")
+        in_text, in_code = (
+            re.compile(r"\{eq\}`(?:[^`<]*<)?(eq-[\w-]+)>?`"),
+            re.compile(r"\beq-\w+(?:-\w+)*"),
+        )
         found = [label for cell in self.text for label in in_text.findall(cell.source)]
         return found + [label for cell in self.code for label in in_code.findall(cell.source)]
 

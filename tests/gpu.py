@@ -87,7 +87,10 @@ def groups_agree(device: str) -> dict[str, float]:
             with no_synchronisation(device):
                 there = group.update(there, v_there, h_there, lr=0.1)
         assert all(leaf.device.type == device for leaf in leaves(there))
-        one, other = group.matrix(here), group.matrix(map_leaves(lambda leaf: leaf.cpu(), there))
+        one, other = (
+            group.matrix(here),
+            group.matrix(map_leaves(lambda leaf: leaf.cpu(), there)),
+        )
         differences[repr(group)] = float((one - other).norm() / one.norm())
         assert differences[repr(group)] < 1e-3, (group, differences)
     return differences
@@ -104,7 +107,11 @@ def optimizer_steps(device: str, width: int, depth: int, repeats: int) -> dict[s
     source = torch.Generator(device).manual_seed(0)
     x = torch.randn(128, width, device=device, generator=source)
     times = {}
-    methods: dict[str, Any] = {"sgd": None, "kron": {}, "kron, not due": {"update_every": 10**9}}
+    methods: dict[str, Any] = {
+        "sgd": None,
+        "kron": {},
+        "kron, not due": {"update_every": 10**9},
+    }
     methods["esgd"] = {"preconditioner": "esgd"}
     for name, settings in methods.items():
         net = network(width, depth, device)
@@ -115,7 +122,11 @@ def optimizer_steps(device: str, width: int, depth: int, repeats: int) -> dict[s
         if settings is None:
             sgd = torch.optim.SGD(net.parameters(), lr=0.01)
 
-            def call(net: nn.Module = net, sgd: torch.optim.SGD = sgd, loss: Callable[[], Tensor] = loss) -> None:
+            def call(
+                net: nn.Module = net,
+                sgd: torch.optim.SGD = sgd,
+                loss: Callable[[], Tensor] = loss,
+            ) -> None:
                 sgd.zero_grad()
                 loss().backward()
                 sgd.step()
@@ -141,10 +152,14 @@ def triangular_steps(device: str, sizes: list[int], repeats: int) -> dict[str, d
         none = torch.zeros(1, device=device)
         times[str(n)] = {
             "running sum": seconds(
-                lambda Q=Q, a=a, b=b, none=none: group.step_of_sums(Q, a + b, a - b, 0.01, none), device, repeats
+                lambda Q=Q, a=a, b=b, none=none: group.step_of_sums(Q, a + b, a - b, 0.01, none),
+                device,
+                repeats,
             ),
             "plain": seconds(
-                lambda Q=Q, a=a, b=b, none=none: Group.step_of_sums(group, Q, a + b, a - b, 0.01, none), device, repeats
+                lambda Q=Q, a=a, b=b, none=none: Group.step_of_sums(group, Q, a + b, a - b, 0.01, none),
+                device,
+                repeats,
             ),
         }
     return times
@@ -156,7 +171,10 @@ def bucket_steps(device: str, width: int, depth: int, repeats: int) -> dict[str,
     choices = choose("kron", params)
     source = torch.Generator(device).manual_seed(0)
     v = {p: torch.randn(width, width, device=device, generator=source) for p in params}
-    together, alone = Bucket(choices, 1.0, [None] * depth), [Bucket([choice], 1.0, [None]) for choice in choices]
+    together, alone = (
+        Bucket(choices, 1.0, [None] * depth),
+        [Bucket([choice], 1.0, [None]) for choice in choices],
+    )
     return {
         "one bucket": seconds(lambda: together.fit(v, v, 0.01), device, repeats),
         "a bucket each": seconds(lambda: [bucket.fit(v, v, 0.01) for bucket in alone], device, repeats),
@@ -206,7 +224,10 @@ def experiment_steps(device: str, steps: int, batch: int) -> dict[str, dict[str,
                     watch.mark()
             median = 1000 * watch.read().quantile(0.5)
             ratio = median / times[name]["sgd"]["median_ms"] if method != "sgd" else 1.0
-            times[name][method] = {"median_ms": float(f"{median:.4g}"), "ratio": float(f"{ratio:.4g}")}
+            times[name][method] = {
+                "median_ms": float(f"{median:.4g}"),
+                "ratio": float(f"{ratio:.4g}"),
+            }
     return times
 
 

@@ -140,9 +140,11 @@ def dense_transpose(layer: nn.Module, arrays: list[Tensor]) -> tuple[Tensor, Ten
     dims = len(layer.kernel_size)
     x = normal(2, layer.in_channels, *(3, 4, 2)[:dims])
     inputs = layer.in_channels // layer.groups
-    convolve = (nn.functional.conv_transpose1d, nn.functional.conv_transpose2d, nn.functional.conv_transpose3d)[
-        dims - 1
-    ]
+    convolve = (
+        nn.functional.conv_transpose1d,
+        nn.functional.conv_transpose2d,
+        nn.functional.conv_transpose3d,
+    )[dims - 1]
     out = []
     for member, part in enumerate(x.split(inputs, 1)):
         rows = arrays[0][member]
@@ -230,21 +232,35 @@ LAYERS: dict[str, Layer] = {
     "ConvTranspose1d": Layer(lambda: nn.ConvTranspose1d(2, 3, 3, stride=2), dense_transpose, [(1, 3, 7)]),
     "ConvTranspose2d": Layer(lambda: nn.ConvTranspose2d(4, 6, 2, groups=2), dense_transpose, [(2, 3, 9)]),
     "ConvTranspose3d": Layer(lambda: nn.ConvTranspose3d(2, 3, 2, bias=False), dense_transpose, [(1, 3, 16)]),
-    "RNN": Layer(lambda: nn.RNN(3, 2, num_layers=2), dense_recurrent, [(1, 2, 4), (1, 2, 3), (1, 2, 3), (1, 2, 3)]),
+    "RNN": Layer(
+        lambda: nn.RNN(3, 2, num_layers=2),
+        dense_recurrent,
+        [(1, 2, 4), (1, 2, 3), (1, 2, 3), (1, 2, 3)],
+    ),
     "LSTM": Layer(lambda: nn.LSTM(3, 2), dense_recurrent, [(4, 2, 4), (4, 2, 3)]),
     "LSTM of two directions": Layer(
-        lambda: nn.LSTM(3, 2, bidirectional=True, bias=False), dense_recurrent, [(4, 2, 3), (4, 2, 2)] * 2
+        lambda: nn.LSTM(3, 2, bidirectional=True, bias=False),
+        dense_recurrent,
+        [(4, 2, 3), (4, 2, 2)] * 2,
     ),
     "GRU": Layer(lambda: nn.GRU(3, 2), dense_recurrent, [(3, 2, 4), (3, 2, 3)]),
     "RNNCell": Layer(lambda: nn.RNNCell(3, 2), dense_recurrent, [(1, 2, 4), (1, 2, 3)]),
     "LSTMCell": Layer(lambda: nn.LSTMCell(3, 2, bias=False), dense_recurrent, [(4, 2, 3), (4, 2, 2)]),
     "GRUCell": Layer(lambda: nn.GRUCell(3, 2), dense_recurrent, [(3, 2, 4), (3, 2, 3)]),
-    "attention": Layer(lambda: nn.MultiheadAttention(4, 2, batch_first=True), dense_attention, [(6, 2, 5), (1, 4, 5)]),
+    "attention": Layer(
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+        dense_attention,
+        [(6, 2, 5), (1, 4, 5)],
+    ),
     "attention without bias": Layer(
-        lambda: nn.MultiheadAttention(4, 2, batch_first=True, bias=False), dense_attention, [(6, 2, 4), (1, 4, 4)]
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True, bias=False),
+        dense_attention,
+        [(6, 2, 4), (1, 4, 4)],
     ),
     "attention apart": Layer(
-        lambda: nn.MultiheadAttention(4, 2, batch_first=True, kdim=4, vdim=4), dense_attention, [(6, 2, 5), (1, 4, 5)]
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True, kdim=4, vdim=4),
+        dense_attention,
+        [(6, 2, 5), (1, 4, 5)],
     ),
 }
 
@@ -267,7 +283,12 @@ def test_attention_of_different_widths():
     """Query, key and value maps of their own: heads apart, and the common bias stays a block of its own."""
     layer = fill(nn.MultiheadAttention(4, 2, kdim=3, vdim=5, batch_first=True).double())
     blocks = affine_blocks(layer)
-    assert [(block.batch, *block.shape) for block in blocks] == [(2, 2, 4), (2, 2, 3), (2, 2, 5), (1, 4, 5)]
+    assert [(block.batch, *block.shape) for block in blocks] == [
+        (2, 2, 4),
+        (2, 2, 3),
+        (2, 2, 5),
+        (1, 4, 5),
+    ]
     *maps, out = (theta(block) for block in blocks)
     given = [normal(2, 3, n, seed=n) for n in (4, 3, 5)]
     bias = layer.in_proj_bias.detach().view(3, 2, 1, 2)
@@ -307,7 +328,11 @@ def lowers(opt: PSGD, loss: Callable[[], Tensor], steps: int = 15) -> None:
 
 def cnn() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     net = nn.Sequential(
-        nn.Conv2d(1, 4, 3, stride=2), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(16, 2)
+        nn.Conv2d(1, 4, 3, stride=2),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 2, groups=2),
+        nn.Flatten(),
+        nn.Linear(16, 2),
     )
     x, y = normal(6, 1, 7, 7).float(), normal(6, 2).float()
     return net, lambda model: (model(x) - y).square().mean()
@@ -373,7 +398,14 @@ def test_blocks_lower_the_loss(model, name):
 def test_a_run_on_blocks_is_that_of_the_group_by_hand(name):
     """Learning P for [W b] with probes and products joined, and W and b moved by its parts, step for step."""
     net, plain = network(D), network(D)
-    opt = PSGD(net.parameters(), lr=0.1, preconditioner=name, blocks=affine_blocks(net), seed=4, **PAPER)
+    opt = PSGD(
+        net.parameters(),
+        lr=0.1,
+        preconditioner=name,
+        blocks=affine_blocks(net),
+        seed=4,
+        **PAPER,
+    )
     layers = [plain[0], plain[2]]
     groups, states = [], []
     for layer in layers:
@@ -466,12 +498,21 @@ def test_blocks_in_param_groups():
     """Each group has its own, by argument or for all groups alike; what a group lacks stays apart."""
     net = network()
     blocks = affine_blocks(net)
-    groups = [{"params": net[0].parameters(), "preconditioner": "scan"}, {"params": net[2].parameters()}]
+    groups = [
+        {"params": net[0].parameters(), "preconditioner": "scan"},
+        {"params": net[2].parameters()},
+    ]
     opt = PSGD(groups, lr=0.05, blocks=blocks)
     assert [len(line.split(", ")) for line in opt.describe().splitlines()[1:]]
     lowers(opt, lambda: loss_of(net))
     assert "Q" not in opt.state[net[0].bias]
-    own = PSGD([{"params": net[0].parameters(), "blocks": blocks[:1]}, {"params": net[2].parameters()}], lr=0.05)
+    own = PSGD(
+        [
+            {"params": net[0].parameters(), "blocks": blocks[:1]},
+            {"params": net[2].parameters()},
+        ],
+        lr=0.05,
+    )
     assert len(own.describe().splitlines()) == 1 + 1 + 2
     lowers(own, lambda: loss_of(net))
 
@@ -492,13 +533,22 @@ def test_wrong_blocks_are_refused():
     net = network()
     weight, bias = net[0].weight, net[0].bias
     with pytest.raises(ValueError, match="another block holds one too"):
-        PSGD(net.parameters(), lr=0.1, blocks=[*affine_block(weight, bias), parameter_block(weight)])
+        PSGD(
+            net.parameters(),
+            lr=0.1,
+            blocks=[*affine_block(weight, bias), parameter_block(weight)],
+        )
     with pytest.raises(ValueError, match="affine_blocks"):
         PSGD(net.parameters(), lr=0.1, preconditioner="scan")
     with pytest.raises(ValueError, match="affine_blocks"):
         PSGD(net.parameters(), lr=0.1, preconditioner="scan", blocks=affine_block(weight))
     with pytest.raises(ValueError, match="does not fit"):
-        PSGD(net.parameters(), lr=0.1, preconditioner=Kron(Triangular()), blocks=affine_blocks(net))
+        PSGD(
+            net.parameters(),
+            lr=0.1,
+            preconditioner=Kron(Triangular()),
+            blocks=affine_blocks(net),
+        )
 
 
 def test_blocks_of_another_model_are_left_out():
@@ -527,7 +577,13 @@ def test_tied_layers():
 def test_half_a_block_is_frozen(name, frozen):
     """The frozen part counts as zero and stays; the other trains, and both do after a thaw."""
     net = network()
-    opt = PSGD(net.parameters(), lr=0.05, preconditioner=name, blocks=affine_blocks(net), weight_decay=0.01)
+    opt = PSGD(
+        net.parameters(),
+        lr=0.05,
+        preconditioner=name,
+        blocks=affine_blocks(net),
+        weight_decay=0.01,
+    )
     still = getattr(net[0], frozen)
     still.requires_grad_(False)
     before = still.detach().clone()
@@ -582,7 +638,10 @@ def test_scan_takes_layers_without_a_bias_in_a_group_of_their_own():
     blocks = affine_blocks(net)
     with pytest.raises(ValueError, match="for layers without a bias choose"):
         PSGD(net.parameters(), lr=0.05, preconditioner="scan", blocks=blocks)
-    groups = [{"params": net[0].parameters()}, {"params": net[2].parameters(), "preconditioner": "kron"}]
+    groups = [
+        {"params": net[0].parameters()},
+        {"params": net[2].parameters(), "preconditioner": "kron"},
+    ]
     lowers(PSGD(groups, lr=0.05, preconditioner="scan", blocks=blocks), lambda: loss_of(net))
 
 

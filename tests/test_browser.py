@@ -160,7 +160,10 @@ def test_page_works(notebook: Path, tab: Tab) -> None:
     path = HTML / notebook.relative_to(ROOT).with_suffix(".html")
     assert path.exists(), f"{short(path)} is missing; run `make book`"
     shown = [cell.is_live for cell in read_page(notebook).code if cell.is_exhibit]
-    found = [*faults(tab, path, exhibits=shown.count(False), live=shown.count(True)), *findings(tab.page)]
+    found = [
+        *faults(tab, path, exhibits=shown.count(False), live=shown.count(True)),
+        *findings(tab.page),
+    ]
     report(found)
 
 
@@ -198,7 +201,11 @@ SPOILED = [
     ("<p>Text.</p>", "<script>gone()</script>", "a script fails: gone is not defined"),
     ("<p>Text.</p>", "<script>console.error('no')</script>", "console: no"),
     ("<p>Text.</p>", "<p>$$ x $$</p>", "shows '$$'"),
-    ("<p>Text.</p>", '<mjx-merror data-mjx-error="Undefined">x</mjx-merror>', "a formula is an error: Undefined"),
+    (
+        "<p>Text.</p>",
+        '<mjx-merror data-mjx-error="Undefined">x</mjx-merror>',
+        "a formula is an error: Undefined",
+    ),
     ("<p>Text.</p>", '<p style="width: 900px">Text.</p>', "wide on a screen of 400"),
     (
         "<p>Text.</p>",
@@ -243,7 +250,11 @@ SPOILED = [
         '<mjx-math style="display: block; width: 290px">x</mjx-math></mjx-container></div></article>',
         "",
     ),
-    ('<mjx-container style="display: inline-block">x</mjx-container>', "x", "1 formulas, and only 0 are typeset"),
+    (
+        '<mjx-container style="display: inline-block">x</mjx-container>',
+        "x",
+        "1 formulas, and only 0 are typeset",
+    ),
     ("output.textContent = input.value;", "", "control 1 doesn't change the value"),
     ("image.src = ", "", "control 1 doesn't change the picture"),
     (PICTURES[1], "data:image/png;base64,AAAA", "control 1 shows a broken picture"),
@@ -253,14 +264,30 @@ SPOILED = [
         '<fieldset class="control"><label><input type="radio" checked>a</label></fieldset><label class="control">angle',
         "control 1 has no legend",
     ),
-    ('<label class="control">angle', '<div class="control"><label></label>angle', "control 1 has no label"),
-    ('data-difference="2e-14"', 'data-difference="2e-8"', "live exhibit 1 differs from the library by 2e-08"),
-    ('data-difference="2e-14"', 'data-difference="NaN"', "live exhibit 1 differs from the library by nan"),
+    (
+        '<label class="control">angle',
+        '<div class="control"><label></label>angle',
+        "control 1 has no label",
+    ),
+    (
+        'data-difference="2e-14"',
+        'data-difference="2e-8"',
+        "live exhibit 1 differs from the library by 2e-08",
+    ),
+    (
+        'data-difference="2e-14"',
+        'data-difference="NaN"',
+        "live exhibit 1 differs from the library by nan",
+    ),
     ('data-difference="2e-14"', "", "live exhibit 1 differs from the library by inf"),
     ("It agrees with", "It differs from", "live exhibit 1 doesn't say that it agrees"),
     ('class="lv-agrees"', 'class="agrees"', "live exhibit 1 compares itself with nothing"),
     (".fillRect(0, 0, 9, 9)", "", "live exhibit 1 has an empty picture"),
-    ('data-live="race"', 'data-dead="race"', "0 live exhibits on the page, and 1 in the notebook"),
+    (
+        'data-live="race"',
+        'data-dead="race"',
+        "0 live exhibits on the page, and 1 in the notebook",
+    ),
     ('class="explore"', 'class="picture"', "0 exhibits on the page, and 1 in the notebook"),
 ]
 

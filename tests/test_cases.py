@@ -81,7 +81,8 @@ def test_every_number_is_here():
 
 
 @pytest.mark.parametrize(
-    ("hvp", "name"), [(h, n) for h in HVP for n in ALL_NAMES if h in ("exact", "whiten") or n == "kron"]
+    ("hvp", "name"),
+    [(h, n) for h in HVP for n in ALL_NAMES if h in ("exact", "whiten") or n == "kron"],
 )
 def test_01_zero_gradient_first(hvp, name):
     """An all-zero gradient and product at the first step leaves all as it is, and later steps work."""
@@ -143,7 +144,12 @@ def test_02_a_larger_cap_only_if_asked_for():
 
 @pytest.mark.parametrize(
     ("shape", "name"),
-    [((2_000_000,), "kron"), ((2_000_000,), "diagonal"), ((50_000, 32), "kron"), ((5_000, 32), "splu")],
+    [
+        ((2_000_000,), "kron"),
+        ((2_000_000,), "diagonal"),
+        ((50_000, 32), "kron"),
+        ((5_000, 32), "splu"),
+    ],
 )
 def test_03_long_vectors(shape, name):
     """Two million entries, or some for the largest state: no square of that, and at most 25 numbers for each."""
@@ -230,20 +236,33 @@ def kinds_in(saved: Any) -> Iterator[tuple[str, type]]:
 
 
 @pytest.mark.parametrize(
-    "preconditioner", ["kron", Kron(Triangular(), Diagonal()), KronRule(8), lambda shape: Diagonal()]
+    "preconditioner",
+    ["kron", Kron(Triangular(), Diagonal()), KronRule(8), lambda shape: Diagonal()],
 )
 def test_06_tensors_and_numbers_only(preconditioner):
     """No classes, no functions: `torch.load` reads it with weights_only, whatever was passed for an argument."""
     p = torch.ones(3, 2, requires_grad=True)
 
     def make() -> PSGD:
-        return PSGD([("p", p)], lr=0.1, preconditioner=preconditioner, update_every=lambda t: 1, momentum=0.5)
+        return PSGD(
+            [("p", p)],
+            lr=0.1,
+            preconditioner=preconditioner,
+            update_every=lambda t: 1,
+            momentum=0.5,
+        )
 
     opt = make()
     opt.step(lambda: p.square().sum())
     saved = opt.state_dict()
     assert {kind for _, kind in kinds_in(saved["state"])} <= {Tensor, int, float}
-    assert {kind for _, kind in kinds_in(saved["param_groups"])} <= {Tensor, int, float, str, bool}
+    assert {kind for _, kind in kinds_in(saved["param_groups"])} <= {
+        Tensor,
+        int,
+        float,
+        str,
+        bool,
+    }
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
@@ -296,7 +315,10 @@ def test_07_another_device(monkeypatch):
         p.grad = torch.ones_like(p)
     remote.param_groups[0]["hvp"] = "whiten"
     # torch has no generator for meta
-    monkeypatch.setattr("psgd_lit.derivatives.draw_probes", lambda params, *_: [torch.empty_like(p) for p in params])
+    monkeypatch.setattr(
+        "psgd_lit.derivatives.draw_probes",
+        lambda params, *_: [torch.empty_like(p) for p in params],
+    )
     remote.step()
     assert all(x.is_meta for x in states(remote))
 
@@ -411,7 +433,13 @@ def test_11_complex_weights(hvp, name):
     start = torch.randn(3, 2, dtype=torch.complex64, generator=generator())
     z = start.clone().requires_grad_()
     x = torch.view_as_real(start).clone().requires_grad_()
-    kind = {"lr": 0.05, "preconditioner": name, "hvp": hvp, "momentum": 0.5, "weight_decay": 0.01}
+    kind = {
+        "lr": 0.05,
+        "preconditioner": name,
+        "hvp": hvp,
+        "momentum": 0.5,
+        "weight_decay": 0.01,
+    }
     opt, other = PSGD([z], **kind), PSGD([x], **kind)
 
     def loss(w: Tensor) -> Tensor:
@@ -437,7 +465,12 @@ def test_12_plain_backward(hvp):
     loss_of(net).backward()
     with pytest.raises(RuntimeError) as caught:
         opt.step()
-    for way in ("opt.step(lambda: loss_fn(model(x), y))", "opt.step(closure)", "create_graph=True", 'hvp="whiten"'):
+    for way in (
+        "opt.step(lambda: loss_fn(model(x), y))",
+        "opt.step(closure)",
+        "create_graph=True",
+        'hvp="whiten"',
+    ):
         assert way in str(caught.value)
     assert "does not require grad" not in str(caught.value)
     assert same(before, weights(net))
@@ -628,7 +661,12 @@ class Refusing:
 @pytest.mark.parametrize("operator", ["attention", "cdist", "ctc", "bag"])
 def test_16_no_second_derivative(operator):
     """One error that names the operator and the ways out, nothing changes, and each way out works."""
-    told = {"attention": "scaled_dot_product", "cdist": "cdist", "ctc": "ctc_loss", "bag": "embedding_bag"}[operator]
+    told = {
+        "attention": "scaled_dot_product",
+        "cdist": "cdist",
+        "ctc": "ctc_loss",
+        "bag": "embedding_bag",
+    }[operator]
     for way in WAYS:
         task = Refusing()
         opt = PSGD([task.w], lr=0.01)
@@ -1006,7 +1044,11 @@ def test_23_tied_weights(name, blocks):
     """One parameter in two layers: one preconditioner, one update by the sum of both gradients."""
     net = Tied()
     opt = PSGD(
-        net.parameters(), lr=0.1, preconditioner=name, blocks=affine_blocks(net) if blocks else None, init_scale=1.0
+        net.parameters(),
+        lr=0.1,
+        preconditioner=name,
+        blocks=affine_blocks(net) if blocks else None,
+        init_scale=1.0,
     )
     rows = opt.describe().splitlines()[1:]
     assert sum("0.0" in row.split("  ")[0] for row in rows) == 1
@@ -1063,7 +1105,10 @@ def test_25_inference_mode():
     """It has no gradients at all, and its tensors can't be trained: clear errors."""
     net = network()
     opt = optimizer(net)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode\(\).*no_grad\(\)"):
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match=r"inference_mode\(\).*no_grad\(\)"),
+    ):
         opt.step(lambda: loss_of(net))
     with torch.inference_mode():
         p = torch.ones(3, requires_grad=True)
@@ -1102,7 +1147,8 @@ def test_26_a_monkey_saddle(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hvp", "name", "scale"), [("exact", "kron", 1e-20), ("exact", "kron", 1e15), ("whiten", "dense", 1e15)]
+    ("hvp", "name", "scale"),
+    [("exact", "kron", 1e-20), ("exact", "kron", 1e15), ("whiten", "dense", 1e15)],
 )
 def test_27_extreme_scales(hvp, name, scale):
     """Gradients of 1e-20, a loss of 1e15, 600 steps: factors stay balanced, all stays finite, and it fits."""
@@ -1147,7 +1193,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"update_every": True}, ValueError, "integer from 1"),
     ({"preconditioner": Kron}, TypeError, "Kron is the class of a group: call it"),
     ({"preconditioner": Diagonal}, TypeError, "Diagonal is the class of a group: call it"),
-    ({"preconditioner": lambda rows, columns: Diagonal()}, TypeError, "one argument, the shape of a block"),
+    (
+        {"preconditioner": lambda rows, columns: Diagonal()},
+        TypeError,
+        "one argument, the shape of a block",
+    ),
     ({"preconditioner": KronRule("8")}, ValueError, "max_size must be an integer from 0"),
     ({"preconditioner": KronRule(-1)}, ValueError, "max_size must be an integer from 0"),
     ({"lr": True}, TypeError, "lr must be a number"),
@@ -1172,12 +1222,20 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"momentum": 1.0}, ValueError, r"\[0, 1\)"),
     ({"momentum": "0.9"}, TypeError, "momentum must be a number"),
     ({"weight_decay": -0.1}, ValueError, "at least 0"),
-    ({"weight_decay": torch.tensor([0.1, 0.2])}, (TypeError, ValueError), "weight_decay must be"),
+    (
+        {"weight_decay": torch.tensor([0.1, 0.2])},
+        (TypeError, ValueError),
+        "weight_decay must be",
+    ),
     ({"maximize": "yes"}, ValueError, "False, True"),
     ({"seed": -1}, ValueError, "seed"),
     ({"seed": 2**31}, ValueError, "seed"),
     ({"seed": 0.5}, ValueError, "integer"),
-    ({"preconditioner": "newton"}, ValueError, "dense, splu, kron, scan, scan-or-kron, diagonal, esgd"),
+    (
+        {"preconditioner": "newton"},
+        ValueError,
+        "dense, splu, kron, scan, scan-or-kron, diagonal, esgd",
+    ),
     ({"preconditioner": 3}, TypeError, "a name, a group or a rule"),
     ({"preconditioner": None}, TypeError, "a name, a group or a rule"),
     ({"preconditioner": lambda shape: "kron"}, TypeError, "group"),
@@ -1190,7 +1248,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("wrong", "kind", "message"), BAD, ids=[f"{i}-{next(iter(wrong))}" for i, (wrong, *_) in enumerate(BAD)]
+    ("wrong", "kind", "message"),
+    BAD,
+    ids=[f"{i}-{next(iter(wrong))}" for i, (wrong, *_) in enumerate(BAD)],
 )
 def test_29_bad_settings(wrong, kind, message):
     """An argument out of range, an unknown name, a wrong type: what is valid is said before anything changes."""
@@ -1219,7 +1279,10 @@ def raising(error: BaseException) -> Any:
     return rule
 
 
-@pytest.mark.parametrize("error", [KeyError(3), RuntimeError("x"), IndexError("x"), OddError("x"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error",
+    [KeyError(3), RuntimeError("x"), IndexError("x"), OddError("x"), KeyboardInterrupt()],
+)
 def test_29_whatever_a_rule_raises_leaves_nothing(error):
     """A param group that couldn't be added is not there, and steps go on."""
     net = network()
@@ -1230,7 +1293,13 @@ def test_29_whatever_a_rule_raises_leaves_nothing(error):
     opt.step(lambda: loss_of(net))
 
 
-NUMBERS: dict[str, Any] = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25, "damping": 0.125, "max_norm": 2.0}
+NUMBERS: dict[str, Any] = {
+    "lr": 0.125,
+    "momentum": 0.5,
+    "weight_decay": 0.25,
+    "damping": 0.125,
+    "max_norm": 2.0,
+}
 NUMBERS |= {"lr_preconditioner": 0.125, "init_scale": 0.5, "seed": 3, "update_every": 2}
 
 
@@ -1318,7 +1387,13 @@ def test_29_settings_of_the_whole_optimizer():
     """What can't differ between groups is refused there, and an unknown argument is Python's TypeError."""
     net = network()
     opt = PSGD(net[0].parameters(), lr=0.1)
-    for name, value in {"hvp": "approx", "update_every": 2, "max_norm": 1.0, "maximize": True, "seed": 1}.items():
+    for name, value in {
+        "hvp": "approx",
+        "update_every": 2,
+        "max_norm": 1.0,
+        "maximize": True,
+        "seed": 1,
+    }.items():
         with pytest.raises(ValueError, match=f"{name} is shared"):
             opt.add_param_group({"params": list(net[2].parameters()), name: value})
     with pytest.raises(TypeError, match="nesterov"):
@@ -1473,7 +1548,11 @@ def test_31_another_preconditioner_is_refused():
         ("opt.pt", TypeError, "not str; a file is read by torch.load"),
         (None, TypeError, "not NoneType"),
         ({}, ValueError, "has no 'state' but no key at all"),
-        ({"model": {}, "optimizer": {}}, ValueError, "has no 'state' but 'model', 'optimizer': load what"),
+        (
+            {"model": {}, "optimizer": {}},
+            ValueError,
+            "has no 'state' but 'model', 'optimizer': load what",
+        ),
         ({"state": {}}, ValueError, "has no 'param_groups' but 'state'"),
     ],
 )

@@ -19,7 +19,19 @@ from typing import Any
 
 import nbformat
 import pytest
-from gates import LOOK_AHEAD, PAGES, ROOT, Cell, Page, as_page, ids, name_of, read_page, report, short
+from gates import (
+    LOOK_AHEAD,
+    PAGES,
+    ROOT,
+    Cell,
+    Page,
+    as_page,
+    ids,
+    name_of,
+    read_page,
+    report,
+    short,
+)
 from nbformat import v4
 
 Rule = Callable[[Page, list[Page]], Iterator[str]]
@@ -31,7 +43,19 @@ NOT_CHAPTERS |= {"api_measuring", "api_tasks", "api_runs", "api_exhibits"}
 """Pages of reference: the rules of their text and code hold for them, those of a chapter's shape do not."""
 WITHOUT_MODULE = {"family", "history", "skipped_updates", "ten_lines", "two_noises", "workshop"}
 """Chapters that use the library and add nothing to it."""
-TEMPLATE_WORDS = {"Question", "Derive", "Code", "Check", "See", "Touch", "Break", "Recap", "Claim", "Setup", "Run"}
+TEMPLATE_WORDS = {
+    "Question",
+    "Derive",
+    "Code",
+    "Check",
+    "See",
+    "Touch",
+    "Break",
+    "Recap",
+    "Claim",
+    "Setup",
+    "Run",
+}
 TEMPLATE_WORDS |= {"Verdict", "Background", "Conclusion", "Introduction", "Results", "Theory"}
 """Headings that would fit any chapter, and so say nothing of this one."""
 ENDING = ["Summary", "Exercises"]
@@ -99,7 +123,10 @@ def section(page: Page, heading: str) -> list[Cell]:
 
 def before(page: Page, heading: str) -> Page:
     """The page without the cells from a `##` heading on."""
-    last = next((place for place, cell in enumerate(page.cells) if heading in headings(cell)), len(page.cells))
+    last = next(
+        (place for place, cell in enumerate(page.cells) if heading in headings(cell)),
+        len(page.cells),
+    )
     return dataclasses.replace(page, cells=page.cells[:last])
 
 
@@ -119,7 +146,10 @@ def opening(page: Page, book: list[Page]) -> Iterator[str]:
         (r"# \S.*", "the title, `# Name`"),
         (r"[A-Z].*\.", "one sentence that states the claim"),
         (r"You need .*\.", "`You need ...`"),
-        (r"You get `psgd_lit\.[\w.]+`.*\.|You get nothing to import\.", "`You get `psgd_lit.name`.`"),
+        (
+            r"You get `psgd_lit\.[\w.]+`.*\.|You get nothing to import\.",
+            "`You get `psgd_lit.name`.`",
+        ),
         (r"Paper: .*\.", "`Paper: section ...`"),
     ]
     lines = [line for line in page.cells[0].source.splitlines() if line.strip()]
@@ -273,7 +303,11 @@ def solved(page: Page) -> Iterator[str]:
         if "{solution-end}" in cell.source and is_folded and asserts:
             yield label
         for match in SOLUTION.finditer("" if cell.is_code else cell.source):
-            label, is_folded, asserts = match["label"], ":class: dropdown" in match["options"], False
+            label, is_folded, asserts = (
+                match["label"],
+                ":class: dropdown" in match["options"],
+                False,
+            )
 
 
 def exercises(page: Page, book: list[Page]) -> Iterator[str]:
@@ -391,7 +425,13 @@ def beats(page: Page, book: list[Page]) -> Iterator[str]:
 def at_full_width(cells: list[Cell]) -> list[Cell]:
     """The cells with lines of up to 120 characters, so that wrapping for the width of a page is not counted."""
     ruff = [Path(sys.executable).with_name("ruff"), "format", "--quiet", "--line-length", "120"]
-    ruff += ["--no-cache", "--config", ROOT / "pyproject.toml", "--config", "format.skip-magic-trailing-comma = true"]
+    ruff += [
+        "--no-cache",
+        "--config",
+        ROOT / "pyproject.toml",
+        "--config",
+        "format.skip-magic-trailing-comma = true",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"{cell.number}.py") for cell in cells]
         for path, cell in zip(paths, cells, strict=True):
@@ -570,7 +610,10 @@ def figures(page: Page, book: list[Page]) -> Iterator[str]:
         if not cell.is_figure:
             continue
         match cell.tree.body:
-            case [ast.Expr(ast.Call(func)) | ast.Assign(value=ast.Call(func)), ast.Expr(show)] if is_show(show):
+            case [
+                ast.Expr(ast.Call(func)) | ast.Assign(value=ast.Call(func)),
+                ast.Expr(show),
+            ] if is_show(show):
                 if isinstance(func, ast.Name) and func.id not in drawers:
                     yield f"{cell}: {func.id} should be defined above, in a cell of its own with `#| code-fold: true`"
             case _:
@@ -864,13 +907,33 @@ SPOILED: list[tuple[Rule, str, str, str]] = [
     (size, "TALK", "", "words, but a chapter has 800"),
     (opening, "(chap-halving)=\n", "", "the label, `(chap-name)=`"),
     (opening, "# Halving", "## Halving", "the title"),
-    (opening, "Half of a half is a quarter.\n\nYou", "Half of a half\n\nYou", "states the claim"),
+    (
+        opening,
+        "Half of a half is a quarter.\n\nYou",
+        "Half of a half\n\nYou",
+        "states the claim",
+    ),
     (opening, "You need", "You want", "You need"),
     (opening, "Paper: ", "From the paper: ", "Paper: section"),
-    (module, "You get `psgd_lit.halving`", "You get `psgd_lit.thirds`", "promises psgd_lit.thirds"),
+    (
+        module,
+        "You get `psgd_lit.halving`",
+        "You get `psgd_lit.thirds`",
+        "promises psgd_lit.thirds",
+    ),
     (module, "#| default_exp halving", "#| default_exp halving\nx = 1", "alone"),
-    (module, "You get `psgd_lit.halving`", "You get nothing to import", "only an experiment may"),
-    (module, "You get `psgd_lit.halving`", "You get nothing to import", "promises no module, but"),
+    (
+        module,
+        "You get `psgd_lit.halving`",
+        "You get nothing to import",
+        "only an experiment may",
+    ),
+    (
+        module,
+        "You get `psgd_lit.halving`",
+        "You get nothing to import",
+        "promises no module, but",
+    ),
     (named_content, "## Halves fall", "## See", "the heading 'See' would fit any chapter"),
     (named_content, "## Halves fall", "### Break", "the heading 'Break' would fit any chapter"),
     (named_content, "## Summary", "## Recap of halves", "should be Summary, Exercises"),
@@ -878,19 +941,54 @@ SPOILED: list[tuple[Rule, str, str, str]] = [
     (lead, "What is a half?", "A half.", "asks no question"),
     (lead, "After this chapter you can", "You will", "After this chapter you can"),
     (summary, "- Nothing is left.\n", "", "2 lines before that question"),
-    (summary, "- Nothing is left.\n", "- Nothing.\n- Is.\n- Left.\n- At all.\n", "6 lines before that question"),
+    (
+        summary,
+        "- Nothing is left.\n",
+        "- Nothing.\n- Is.\n- Left.\n- At all.\n",
+        "6 lines before that question",
+    ),
     (summary, "What of thirds?", "Thirds.", "should ask the question that comes next"),
     (summary, "Next: {ref}`chap-thirds`.", "", "should begin with `Next: `"),
     (shown, "%% picture", "", "no figure"),
     (shown, "explore(draw", "show(draw", "no exhibit, and no line"),
-    (shown, "assert half(x).shape == x.shape", "half(x)", "should assert what the exhibit shows"),
+    (
+        shown,
+        "assert half(x).shape == x.shape",
+        "half(x)",
+        "should assert what the exhibit shows",
+    ),
     (shown, "(break-halving)=\n", "", "nothing is broken"),
-    (shown, "assert half(torch.tensor(1)).dtype != torch.int64", "half(torch.tensor(1))", "nothing is broken"),
+    (
+        shown,
+        "assert half(torch.tensor(1)).dtype != torch.int64",
+        "half(torch.tensor(1))",
+        "nothing is broken",
+    ),
     (ruled, "(rule-contest)=\n", "", "an experiment needs a heading with a label"),
-    (ruled, "load_results\n%% markdown", "load_results\nload_results('x')\n%% markdown", "before the rule"),
-    (ruled, "load_results\n%% markdown", "load_results\n%% output\n2\n%% markdown", "before the rule"),
-    (ruled, "load_results\n%% markdown", "load_results\n%% picture\n%% markdown", "before the rule"),
-    (statements, "{prf:proposition}", "{prf:remark}", "no {prf:definition}, {prf:theorem} or {prf:proposition}"),
+    (
+        ruled,
+        "load_results\n%% markdown",
+        "load_results\nload_results('x')\n%% markdown",
+        "before the rule",
+    ),
+    (
+        ruled,
+        "load_results\n%% markdown",
+        "load_results\n%% output\n2\n%% markdown",
+        "before the rule",
+    ),
+    (
+        ruled,
+        "load_results\n%% markdown",
+        "load_results\n%% picture\n%% markdown",
+        "before the rule",
+    ),
+    (
+        statements,
+        "{prf:proposition}",
+        "{prf:remark}",
+        "no {prf:definition}, {prf:theorem} or {prf:proposition}",
+    ),
     (statements, "{prf:proof}", "{note}", "a proposition without a {prf:proof}"),
     (statements, ":label: prop-halving\n", "", "a proposition without `:label:`"),
     (exercises, ":label: ex-third\n", "", "2 exercises with a label"),
@@ -899,19 +997,64 @@ SPOILED: list[tuple[Rule, str, str, str]] = [
     (exercises, "Project: all", "Harder: all", "no exercise is a project"),
     (exercises, "ex-third\n:class: dropdown\n", "ex-third\n", "ex-third has no solution"),
     (exercises, "assert half(2) == 1", "half(2)", "ex-all has no solution"),
-    (exercises, "{solution-start} ex-all", "{solution-start} ex-third", "ex-all has no solution"),
-    (needs, "{ref}`chap-drawing`.", "{ref}`chap-thirds`.", "needs chap-thirds, which comes later"),
-    (needs, "{ref}`chap-drawing`.", "{ref}`chap-halving`.", "needs chap-halving, which comes later"),
-    (needs, "{ref}`chap-drawing`.", "{ref}`chap-fifths`.", "needs chap-fifths, which no page is"),
-    (needs, "You need", "You need linear algebra, and a look ahead at", "looks ahead at chap-drawing"),
+    (
+        exercises,
+        "{solution-start} ex-all",
+        "{solution-start} ex-third",
+        "ex-all has no solution",
+    ),
+    (
+        needs,
+        "{ref}`chap-drawing`.",
+        "{ref}`chap-thirds`.",
+        "needs chap-thirds, which comes later",
+    ),
+    (
+        needs,
+        "{ref}`chap-drawing`.",
+        "{ref}`chap-halving`.",
+        "needs chap-halving, which comes later",
+    ),
+    (
+        needs,
+        "{ref}`chap-drawing`.",
+        "{ref}`chap-fifths`.",
+        "needs chap-fifths, which no page is",
+    ),
+    (
+        needs,
+        "You need",
+        "You need linear algebra, and a look ahead at",
+        "looks ahead at chap-drawing",
+    ),
     (following, "Next: {ref}`chap-thirds`.", "", "0 lines begin with"),
-    (following, "Next: {ref}`chap-thirds`.", "Next: {ref}`chap-drawing`.", "the page that follows is chap-thirds"),
-    (following, "Next: {ref}`chap-thirds`.", "Next: {ref}`chap-thirds`.\nNext: {ref}`chap-thirds`.", "2 lines begin"),
+    (
+        following,
+        "Next: {ref}`chap-thirds`.",
+        "Next: {ref}`chap-drawing`.",
+        "the page that follows is chap-thirds",
+    ),
+    (
+        following,
+        "Next: {ref}`chap-thirds`.",
+        "Next: {ref}`chap-thirds`.\nNext: {ref}`chap-thirds`.",
+        "2 lines begin",
+    ),
     (sentences, "The curve falls.", "The curve falls. It is steep.", "two sentences"),
     (sentences, "The curve falls.", "It is $x$. It is steep.", "two sentences"),
     (sentences, "The curve falls.", 'It falls (a "half"). $x$ is steep.', "two sentences"),
-    (beats, "class Halver", "def third(x: Tensor) -> Tensor:\n    return x / 3\n\n\nclass Halver", "2 definitions"),
-    (beats, "%% markdown\nHalving is also subtracting a half.\n%% code\nassert", "%% code\n#| export\ndef f():", "too"),
+    (
+        beats,
+        "class Halver",
+        "def third(x: Tensor) -> Tensor:\n    return x / 3\n\n\nclass Halver",
+        "2 definitions",
+    ),
+    (
+        beats,
+        "%% markdown\nHalving is also subtracting a half.\n%% code\nassert",
+        "%% code\n#| export\ndef f():",
+        "too",
+    ),
     (lengths, "    return x / 2  # eq-half", LONG, "31 lines of code"),
     (
         lengths,
@@ -919,35 +1062,105 @@ SPOILED: list[tuple[Rule, str, str, str]] = [
         LONG.replace("    x", "        x") + "\n        return half(pair[0])",
         "32",
     ),
-    (lengths, "    def both", "".join(f"    x{i} = {i}\n" for i in range(60)) + "    def both", "63 lines of code"),
-    (checked, "assert half(torch.tensor(3.0))", "half(torch.tensor(3.0))", "no visible check of half"),
-    (checked, "%% code\nassert half(torch", "%% code\n#| hide\nassert half(torch", "no visible check of half"),
+    (
+        lengths,
+        "    def both",
+        "".join(f"    x{i} = {i}\n" for i in range(60)) + "    def both",
+        "63 lines of code",
+    ),
+    (
+        checked,
+        "assert half(torch.tensor(3.0))",
+        "half(torch.tensor(3.0))",
+        "no visible check of half",
+    ),
+    (
+        checked,
+        "%% code\nassert half(torch",
+        "%% code\n#| hide\nassert half(torch",
+        "no visible check of half",
+    ),
     (checked, "#| export\nPair", "#| export\nSCALE = 2\nPair", "no visible check of SCALE"),
-    (imports, "psgd_lit.viz import", "psgd_lit.thirds import", "no earlier chapter exports psgd_lit.thirds"),
-    (imports, "psgd_lit.viz import", "psgd_lit.halving import", "no earlier chapter exports psgd_lit.halving"),
+    (
+        imports,
+        "psgd_lit.viz import",
+        "psgd_lit.thirds import",
+        "no earlier chapter exports psgd_lit.thirds",
+    ),
+    (
+        imports,
+        "psgd_lit.viz import",
+        "psgd_lit.halving import",
+        "no earlier chapter exports psgd_lit.halving",
+    ),
     (imports, "from psgd_lit.viz import explore", "import psgd_lit.viz", "import name`"),
     (plain, "round(0.25, 3)", "!pip install halving", "not plain Python"),
     (plain, "round(0.25, 3)", "%time half(x)", "not plain Python"),
     (plain, "round(0.25, 3)", "get_ipython().system('ls')", "is a magic"),
     (plain, "from torch import Tensor", "from torch import *", "import names"),
     (plain, "round(0.25, 3)", "torch.manual_seed(0)", "use a torch.Generator"),
-    (plain, "round(0.25, 3)", "import numpy as np\nnp.random.rand(3)", "explicit torch.Generator"),
-    (plain, "round(0.25, 3)", "from warnings import simplefilter\nsimplefilter('ignore')", "hides warnings"),
-    (plain, "round(0.25, 3)", "from time import perf_counter\nperf_counter()", "changes from run to run"),
-    (plain, "round(0.25, 3)", "import urllib.request\nurllib.request.urlopen('https://x')", "needs a network"),
-    (randomness, "torch.randn(3, generator=torch.Generator().manual_seed(0))", "torch.randn(3)", "without generator"),
-    (randomness, "round(0.25, 3)", "from torch import randn as draw\ndraw(3)", "without generator"),
+    (
+        plain,
+        "round(0.25, 3)",
+        "import numpy as np\nnp.random.rand(3)",
+        "explicit torch.Generator",
+    ),
+    (
+        plain,
+        "round(0.25, 3)",
+        "from warnings import simplefilter\nsimplefilter('ignore')",
+        "hides warnings",
+    ),
+    (
+        plain,
+        "round(0.25, 3)",
+        "from time import perf_counter\nperf_counter()",
+        "changes from run to run",
+    ),
+    (
+        plain,
+        "round(0.25, 3)",
+        "import urllib.request\nurllib.request.urlopen('https://x')",
+        "needs a network",
+    ),
+    (
+        randomness,
+        "torch.randn(3, generator=torch.Generator().manual_seed(0))",
+        "torch.randn(3)",
+        "without generator",
+    ),
+    (
+        randomness,
+        "round(0.25, 3)",
+        "from torch import randn as draw\ndraw(3)",
+        "without generator",
+    ),
     (randomness, "round(0.25, 3)", "x.normal_()", "without generator"),
     (equations, "x / 2  # eq-half", "x / 2  # eq-third", "eq-third is named, but"),
     (equations, "{eq}`eq-half`", "{eq}`eq-quarter`", "eq-quarter is named, but"),
     (equations, "$$ (eq-half)", "$$ (eq-half)\n\n$$ h = 1 $$ (eq-half)", "labels 2 equations"),
-    (equations, "$$ (eq-half)", "$$ (eq-half)\n\n$$ h = 1 $$ (eq-other)", "(eq-other) is named by no"),
-    (figures, "draw_halves([1, 0.5, 0.25])\n", "values = [1]\ndraw_halves(values)\n", "one call of a draw function"),
+    (
+        equations,
+        "$$ (eq-half)",
+        "$$ (eq-half)\n\n$$ h = 1 $$ (eq-other)",
+        "(eq-other) is named by no",
+    ),
+    (
+        figures,
+        "draw_halves([1, 0.5, 0.25])\n",
+        "values = [1]\ndraw_halves(values)\n",
+        "one call of a draw function",
+    ),
     (figures, "\nplt.show()", "", "plt.show()"),
     (figures, "#| code-fold: true\n", "", "with `#| code-fold: true`"),
     (figures, "#| label: fig-halves\n", "", "label of its own"),
     (figures, "Each value is half of the last.", "Halves.", "needs a caption"),
-    (figures, '#| fig-alt: "A curve that falls by half at each of its four points."\n', "", "needs an alternative"),
+    (
+        figures,
+        '#| fig-alt: "A curve that falls by half at each of its four points."\n',
+        "",
+        "needs an alternative",
+    ),
     (figures, "assert 0.25 < 0.5 < 1", "x", "should assert what the figure shows"),
     (figures, "%% picture", "", "holds no picture"),
     (exhibits, "explore(draw_halves", "values = [1]\nexplore(draw_halves", "that call alone"),
@@ -983,7 +1196,10 @@ def judge(rule: Rule, text: str) -> list[str]:
         ("later", "chap-thirds", "thirds"),
         ("appendix/tool", "chap-ink", "ink"),
     ]:
-        cells = [v4.new_markdown_cell(f"({label})=\n# Title"), v4.new_code_cell(f"#| default_exp {module}")]
+        cells = [
+            v4.new_markdown_cell(f"({label})=\n# Title"),
+            v4.new_code_cell(f"#| default_exp {module}"),
+        ]
         others.append(as_page(Path(f"{name}.ipynb"), v4.new_notebook(cells=cells)))
     return list(rule(page, [others[0], page, *others[1:]]))
 

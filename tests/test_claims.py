@@ -11,7 +11,19 @@ import nbformat
 import pytest
 from bs4 import BeautifulSoup, SoupStrainer
 from gates import PAGES, Page, as_page, name_of, read_page, report, short
-from ledger import CLAIMS, DEFINITION, FINDINGS, KINDS, READ, WORDS, Claim, Finding, Ledger, read_ledger, stored
+from ledger import (
+    CLAIMS,
+    DEFINITION,
+    FINDINGS,
+    KINDS,
+    READ,
+    WORDS,
+    Claim,
+    Finding,
+    Ledger,
+    read_ledger,
+    stored,
+)
 from nbformat import v4
 from test_pages import html_of, soup_of
 
@@ -19,7 +31,15 @@ from psgd_lit.claims import MIME, UNDECIDED, UNTRIED, VERDICTS, verdict
 
 EQUATIONS = {str(number) for number in range(1, 21)}
 FIGURES = {str(number) for number in range(1, 6)}
-TABLE_ROWS = {"I, dense", "I, sparse LU", "I, Kronecker", "I, diagonal", "I, SCAN", "I, caption", "of times"}
+TABLE_ROWS = {
+    "I, dense",
+    "I, sparse LU",
+    "I, Kronecker",
+    "I, diagonal",
+    "I, SCAN",
+    "I, caption",
+    "of times",
+}
 CONTRADICTIONS = {f"contradiction-{number}" for number in range(1, 18)}
 """What the paper numbers, the rows of its two tables, and the contradictions that were found in it."""
 
@@ -70,7 +90,12 @@ def malformed(ledger: Ledger) -> Iterator[str]:
 
 TRAINING = re.compile(r"V\.B, Experiment|V\.C\.2|V\.D|VI")
 """The sections of the paper whose claims are judged by recorded runs."""
-WITHOUT_RUNS = {"digits-dense", "diagonal-larger-than-scan", "large-batch-directions", "unit-eigenvalues"}
+WITHOUT_RUNS = {
+    "digits-dense",
+    "diagonal-larger-than-scan",
+    "large-batch-directions",
+    "unit-eigenvalues",
+}
 """Claims of these sections that need no training to be judged."""
 
 
@@ -121,7 +146,12 @@ def test_what_is_missing_is_said(ledger: Ledger) -> None:
 def test_reason_and_verdict_exclude_each_other(ledger: Ledger) -> None:
     """A claim is explained by a chapter or by a reason, not by both."""
     judged = (Finding("more", "holds", "", "chap-x", "X"),)
-    for missing, findings, count in (("", (), 1), ("No runs.", (), 0), ("", judged, 0), ("No runs.", judged, 1)):
+    for missing, findings, count in (
+        ("", (), 1),
+        ("No runs.", (), 0),
+        ("", judged, 0),
+        ("No runs.", judged, 1),
+    ):
         claim = Claim("more", "sentence", "II.B", "It holds.", missing=missing)
         assert len(list(unexplained(Ledger((claim,), ledger.sections, findings)))) == count
 
@@ -132,10 +162,18 @@ def test_reason_and_verdict_exclude_each_other(ledger: Ledger) -> None:
         (unruled, {"section": "V.D"}, "a claim about training needs a rule"),
         (malformed, {"rule": "it is lower"}, "a rule, and what is missing, is a sentence"),
         (malformed, {"missing": "no runs"}, "a rule, and what is missing, is a sentence"),
-        (malformed, {"kind": "observation", "used": "chap-hvp"}, "only a claim of the paper is a definition"),
+        (
+            malformed,
+            {"kind": "observation", "used": "chap-hvp"},
+            "only a claim of the paper is a definition",
+        ),
         (missing, {"kind": "equation", "number": "21"}, "the paper has no equation '21'"),
         (missing, {"kind": "equation", "number": "8"}, "equation 8 is listed 2 times"),
-        (missing, {"kind": "contradiction", "id": "contradiction-18"}, "contradiction-18 is not listed"),
+        (
+            missing,
+            {"kind": "contradiction", "id": "contradiction-18"},
+            "contradiction-18 is not listed",
+        ),
         (malformed, {"id": "equation-8"}, "equation-8 is the id of 2 claims"),
         (malformed, {"id": "More"}, "small letters"),
         (malformed, {"kind": "opinion"}, "'opinion' is none of the kinds"),
@@ -145,7 +183,10 @@ def test_reason_and_verdict_exclude_each_other(ledger: Ledger) -> None:
     ],
 )
 def test_list_gate_fails(
-    gate: Callable[[Ledger], Iterator[str]], changes: dict[str, str], complaint: str, ledger: Ledger
+    gate: Callable[[Ledger], Iterator[str]],
+    changes: dict[str, str],
+    complaint: str,
+    ledger: Ledger,
 ) -> None:
     """A number too many, and each kind of malformed claim, is seen."""
     assert complaint in "\n".join(gate(with_claim(ledger, **changes)))
@@ -266,7 +307,12 @@ def unknown(page: Page, ledger: Ledger) -> Iterator[str]:
 
 Bound = tuple[str, str, float | None]
 """An expression, how it is compared, and with which number; None where it is compared with no number."""
-TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
+TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.Gt,
+    ast.LtE: ast.GtE,
+    ast.Gt: ast.Lt,
+    ast.GtE: ast.LtE,
+}
 
 
 def number_in(node: ast.expr) -> float | None:
@@ -361,8 +407,16 @@ SPOILED_CODE = [
     (", note", ", changed=True, note", "is not computed: True"),
     ('"equation-8"', "name", "write verdict('id'"),
     ("holds=", "", "write verdict('id'"),
-    ("verdict(", "found = verdict(", "stores verdicts on ['equation-8'], and calls verdict in view for []"),
-    ('"equation-8"', '"equation-9"', "stores verdicts on ['equation-8'], and calls verdict in view for ['equation-9']"),
+    (
+        "verdict(",
+        "found = verdict(",
+        "stores verdicts on ['equation-8'], and calls verdict in view for []",
+    ),
+    (
+        '"equation-8"',
+        '"equation-9"',
+        "stores verdicts on ['equation-8'], and calls verdict in view for ['equation-9']",
+    ),
     ("error = ", "#| code-fold: true\nerror = ", "a verdict stands in view"),
     ('small n.")', 'small n.") if True else "not yet run"', "is not computed: True"),
 ]
@@ -371,7 +425,10 @@ SPOILED_DATA = [
     ({"verdict": "is obvious"}, "'is obvious' is no verdict"),
     ({"note": "small n"}, "should be a sentence on one line"),
     ({"claim": "equation-7"}, "equation-7 is a definition"),
-    ({"verdict": "not reproduced", "note": ""}, "equation-8 is not reproduced, and the note should say why"),
+    (
+        {"verdict": "not reproduced", "note": ""},
+        "equation-8 is not reproduced, and the note should say why",
+    ),
 ]
 SETTLED = [
     "assert error < 1e-9",
@@ -450,11 +507,24 @@ def test_repeated_verdict_is_seen(ledger: Ledger) -> None:
 
 def test_weakest_verdict_counts() -> None:
     """Several chapters may judge one claim, and the weakest of their verdicts is shown."""
-    claims = [Claim("a", "sentence", "I", "It holds."), Claim("b", "erratum", "I", "It errs.", read="the paper")]
+    claims = [
+        Claim("a", "sentence", "I", "It holds."),
+        Claim("b", "erratum", "I", "It errs.", read="the paper"),
+    ]
     claims.append(Claim("c", "equation", "I", "It is called so.", used="chap-x"))
-    assert [Ledger(tuple(claims), {}, ()).word(claim) for claim in claims] == [UNTRIED, READ, DEFINITION]
-    thin = (Finding("a", UNDECIDED, "One seed.", "chap-x", "X"), Finding("a", VERDICTS[1], "So.", "chap-y", "Y"))
-    assert [Ledger(tuple(claims), {}, thin[:n]).word(claims[0]) for n in (1, 2)] == [UNDECIDED, VERDICTS[1]]
+    assert [Ledger(tuple(claims), {}, ()).word(claim) for claim in claims] == [
+        UNTRIED,
+        READ,
+        DEFINITION,
+    ]
+    thin = (
+        Finding("a", UNDECIDED, "One seed.", "chap-x", "X"),
+        Finding("a", VERDICTS[1], "So.", "chap-y", "Y"),
+    )
+    assert [Ledger(tuple(claims), {}, thin[:n]).word(claims[0]) for n in (1, 2)] == [
+        UNDECIDED,
+        VERDICTS[1],
+    ]
     for words in (VERDICTS[:2], VERDICTS[1::-1], VERDICTS):
         found = tuple(Finding("b", word, "", "chap-x", "X") for word in words)
         assert Ledger(tuple(claims), {}, found).word(claims[1]) == max(words, key=WORDS.index)
@@ -510,7 +580,11 @@ def test_ledger_page_gate_fails(ledger: Ledger) -> None:
         ('id="claim-equation-8"', 'id="claim-equation-88"', "equation-8 has no row"),
         ("Holds", "Fails", "equation-8 is shown as 'Fails' and should be 'holds'"),
         ("#verdict-", "#", "equation-8 doesn't name its chapters"),
-        ("Not yet tried</span></p></td>\n<td><p>", "Not yet tried</span></p></td>\n<td><p>1", "the summary counts"),
+        (
+            "Not yet tried</span></p></td>\n<td><p>",
+            "Not yet tried</span></p></td>\n<td><p>1",
+            "the summary counts",
+        ),
     ]:
         assert old in page
         assert complaint in "\n".join(not_shown(BeautifulSoup(page.replace(old, new), "html.parser"), ledger))

@@ -19,8 +19,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from toys import HVP, NAMES, blocks_of, equal, generator, loss_of, network, quiet, same, take, ways_of, weights
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from toys import (
+    HVP,
+    NAMES,
+    blocks_of,
+    equal,
+    generator,
+    loss_of,
+    network,
+    quiet,
+    same,
+    take,
+    ways_of,
+    weights,
+)
 
 from psgd_lit.affine import affine_blocks
 from psgd_lit.groups.diagonal import Diagonal
@@ -94,7 +110,11 @@ def errors(device: Any, dtype: torch.dtype) -> list[ErrorOptimizerInput]:
             error_regex="empty parameter list",
         ),
         ErrorOptimizerInput(
-            OptimizerInput(params=[p], kwargs={"lr": 0.1}, desc="plain backward is not enough for exact products"),
+            OptimizerInput(
+                params=[p],
+                kwargs={"lr": 0.1},
+                desc="plain backward is not enough for exact products",
+            ),
             error_on=OptimizerErrorEnum.STEP_ERROR,
             error_type=RuntimeError,
             error_regex="Three ways to call step",
@@ -111,10 +131,20 @@ def info(mode: Mode) -> OptimizerInfo:
         optim_error_inputs_func=errors,
         scheduler_inputs=(
             [lambda opt: lr_scheduler.StepLR(opt, gamma=0.9, step_size=10)],
-            [lambda opt: lr_scheduler.ExponentialLR(opt, 0.99), lambda opt: lr_scheduler.ReduceLROnPlateau(opt)],
+            [
+                lambda opt: lr_scheduler.ExponentialLR(opt, 0.99),
+                lambda opt: lr_scheduler.ReduceLROnPlateau(opt),
+            ],
         ),
         supported_impls=(),
-        not_og_supported_flags=("weight_decay", "maximize", "damping", "damping_kind", "t", "skipped"),
+        not_og_supported_flags=(
+            "weight_decay",
+            "maximize",
+            "damping",
+            "damping_kind",
+            "t",
+            "skipped",
+        ),
         supports_sparse=False,
     )
 
@@ -174,7 +204,10 @@ def test_steps_go_in_the_right_direction(mode, layout):
             first = line.loss().item()
             for _ in range(4):
                 take(opt, line.loss, way)
-            assert (line.loss().item() > first) == bool(given.kwargs.get("maximize")), (given.desc, way)
+            assert (line.loss().item() > first) == bool(given.kwargs.get("maximize")), (
+                given.desc,
+                way,
+            )
 
 
 @EVERY_MODE
@@ -195,7 +228,10 @@ def test_steps_with_schedulers_go_in_the_right_direction(mode, which):
 def test_images_in_channels_last(hvp, name):
     """A convolution in the other memory format walks the same path."""
     source = generator()
-    image, weight = torch.randn(2, 3, 5, 5, generator=source), torch.randn(4, 3, 3, 3, generator=source)
+    image, weight = (
+        torch.randn(2, 3, 5, 5, generator=source),
+        torch.randn(4, 3, 3, 3, generator=source),
+    )
     ends = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
         w = weight.clone(memory_format=memory_format).requires_grad_()
@@ -220,12 +256,19 @@ def test_param_groups_with_a_step_size_of_their_own(mode):
     """A group moves by its own lr, and not at all at lr 0."""
     for lr in (0.0, torch.tensor(0.0)):
         line, still = Line(), torch.ones(3, requires_grad=True)
-        groups = [{"params": line.params}, {"params": [still], "lr": lr, "preconditioner": "diagonal", "blocks": ()}]
+        groups = [
+            {"params": line.params},
+            {"params": [still], "lr": lr, "preconditioner": "diagonal", "blocks": ()},
+        ]
         opt = line.optimizer({"lr": 0.02, "hvp": mode.hvp, "preconditioner": mode.preconditioner}, groups)
         schedulers = [lr_scheduler.LambdaLR(opt, lambda t: 0.9**t)]
         first = line.loss().item()
         for _ in range(5):
-            take(opt, lambda line=line, still=still: line.loss() + still.square().sum(), ways_of(mode.hvp)[-1])
+            take(
+                opt,
+                lambda line=line, still=still: line.loss() + still.square().sum(),
+                ways_of(mode.hvp)[-1],
+            )
             schedule(schedulers, line.loss())
         assert line.loss().item() < first
         assert torch.equal(still, torch.ones(3))
@@ -236,7 +279,10 @@ def test_param_groups_with_a_weight_decay_of_their_own(mode):
     """Decay is decoupled: `1 - lr weight_decay` before what P g does, and only in its group."""
     decay, lr = 0.5, 0.1
     p, q, plain = (torch.full((3,), 2.0, requires_grad=True) for _ in range(3))
-    kind = {"hvp": mode.hvp, "preconditioner": "diagonal" if mode.preconditioner == "scan" else mode.preconditioner}
+    kind = {
+        "hvp": mode.hvp,
+        "preconditioner": "diagonal" if mode.preconditioner == "scan" else mode.preconditioner,
+    }
     groups = [{"params": [p], "weight_decay": decay}, {"params": [q], "weight_decay": 0.0}]
     opt, reference = PSGD(groups, lr, **PAPER, **kind), PSGD([plain], lr, **PAPER, **kind)
     take(opt, lambda: p.square().sum() + q.square().sum(), ways_of(mode.hvp)[-1])
@@ -272,7 +318,10 @@ def test_a_tensor_step_size_is_a_number(mode, shape):
 
 def schedulers_with_defaults() -> dict[str, Callable[[PSGD], Any]]:
     """Every public scheduler, with its defaults and no more than the arguments that it requires."""
-    chain = [lambda opt: lr_scheduler.ConstantLR(opt), lambda opt: lr_scheduler.ExponentialLR(opt, 0.9)]
+    chain = [
+        lambda opt: lr_scheduler.ConstantLR(opt),
+        lambda opt: lr_scheduler.ExponentialLR(opt, 0.9),
+    ]
     arguments: dict[str, dict[str, Any]] = {
         "LambdaLR": {"lr_lambda": lambda t: 0.9**t},
         "MultiplicativeLR": {"lr_lambda": lambda t: 0.9},
@@ -398,7 +447,12 @@ def test_its_text_has_every_setting():
     opt = line.optimizer({"lr": 0.5, "damping": 0.125, "preconditioner": Diagonal()})
     for name, value in opt.defaults.items():
         assert f"{name}: {value}" in repr(opt)
-    for part in ("damping: 0.125", "preconditioner: Diagonal()", "hvp: exact", "update_every: auto"):
+    for part in (
+        "damping: 0.125",
+        "preconditioner: Diagonal()",
+        "hvp: exact",
+        "update_every: auto",
+    ):
         assert part in repr(opt)
 
 
@@ -527,7 +581,16 @@ def test_hooks_around_a_state_run_in_their_order():
         opt.register_load_state_dict_pre_hook(note("load 0"), prepend=True),
     ]
     opt.load_state_dict(opt.state_dict())
-    assert seen == ["save 0", "save 1", "saved 0", "saved 1", "load 0", "load 1", "loaded 0", "loaded 1"]
+    assert seen == [
+        "save 0",
+        "save 1",
+        "saved 0",
+        "saved 1",
+        "load 0",
+        "load 1",
+        "loaded 0",
+        "loaded 1",
+    ]
     handles.append(opt.register_state_dict_post_hook(with_lr(0.3)))
     assert opt.state_dict()["param_groups"][0]["lr"] == 0.3
     handles.append(opt.register_load_state_dict_pre_hook(with_lr(0.2)))
@@ -594,7 +657,9 @@ def test_hooks_around_a_step(mode):
 
 @EVERY_MODE
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+    "duplicate",
+    [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))],
+    ids=["deepcopy", "pickle"],
 )
 def test_copies_keep_all_and_go_on_alone(mode, duplicate):
     """Public attributes, state, and the next steps' bits; with a callable only where it can be pickled."""

@@ -16,7 +16,16 @@ from torch import Tensor
 from psgd_lit.experiments import contenders, contest
 from psgd_lit.experiments.__main__ import main
 from psgd_lit.experiments.contenders import CONTENDERS, OURS, Contender, Race
-from psgd_lit.experiments.contest import FACTORS, SEEDS, TUNING_SEED, Outcome, Sheet, load_sheet, run_race, run_task
+from psgd_lit.experiments.contest import (
+    FACTORS,
+    SEEDS,
+    TUNING_SEED,
+    Outcome,
+    Sheet,
+    load_sheet,
+    run_race,
+    run_task,
+)
 from psgd_lit.experiments.noiseless import TASKS
 from psgd_lit.experiments.records import ExperimentError, locked
 from psgd_lit.experiments.runner import Store
@@ -38,7 +47,12 @@ def one_thread() -> Any:
 @pytest.fixture
 def command(tmp_path: Path) -> Callable[..., int]:
     """The contest's command, with its files in an empty folder."""
-    folders = ["--results", str(tmp_path / "results"), "--checkpoints", str(tmp_path / "checkpoints")]
+    folders = [
+        "--results",
+        str(tmp_path / "results"),
+        "--checkpoints",
+        str(tmp_path / "checkpoints"),
+    ]
     return lambda *words: main([*folders, "contest", *words])
 
 
@@ -283,7 +297,11 @@ def test_bad_names_are_errors(words, complaint, command, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [("{}", "is no sheet"), ("broken", "is no sheet"), (Sheet("gpt", [], []).to_json(), "the sheet of gpt")],
+    [
+        ("{}", "is no sheet"),
+        ("broken", "is no sheet"),
+        (Sheet("gpt", [], []).to_json(), "the sheet of gpt"),
+    ],
 )
 def test_a_file_that_is_no_sheet_stays(content, complaint, command, sheet_path, capsys):
     sheet_path.parent.mkdir(parents=True)

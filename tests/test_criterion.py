@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 from quick import examples
 from torch import Tensor
 
-from psgd_lit.criterion import criterion, expected_criterion, optimal_preconditioner, preconditioned_eigenvalues
+from psgd_lit.criterion import (
+    criterion,
+    expected_criterion,
+    optimal_preconditioner,
+    preconditioned_eigenvalues,
+)
 from psgd_lit.problems import NoisyHessian, with_spectrum
 
 seeds = st.integers(0, 2**32 - 1)
@@ -85,7 +90,10 @@ def test_one_preconditioner_serves_a_batch_of_moments() -> None:
     P, A = positive(n=3, generator=generator), positive(4, n=3, generator=generator)
     v, h = normal(2, 4, 3, 5, generator=generator)
     close(expected_criterion(P, A), torch.stack([expected_criterion(P, one) for one in A]))
-    close(criterion(P, v, h), torch.stack([criterion(P, *pair) for pair in zip(v, h, strict=True)]))
+    close(
+        criterion(P, v, h),
+        torch.stack([criterion(P, *pair) for pair in zip(v, h, strict=True)]),
+    )
 
 
 @pytest.mark.parametrize("P", [torch.zeros(2, 2), -torch.eye(2), torch.ones(2, 2), torch.tensor([[1.0, 2], [2, 1]])])
@@ -114,7 +122,9 @@ def test_optimum_is_the_symmetric_positive_definite_solution(
     torch.linalg.cholesky(P)
     close(P @ A @ P, B)
     for one, moments in zip(
-        P.reshape(-1, n, n), zip(A.reshape(-1, n, n), B.reshape(-1, n, n), strict=True), strict=True
+        P.reshape(-1, n, n),
+        zip(A.reshape(-1, n, n), B.reshape(-1, n, n), strict=True),
+        strict=True,
     ):
         close(one, optimal_preconditioner(*moments))
 
@@ -144,7 +154,11 @@ def test_optimum_inverts_scales_and_follows_coordinates(n: int, seed: int, scale
     close(optimal_preconditioner(scale * A, B), P / scale**0.5)
     S = torch.linalg.cholesky(positive(n=n, generator=generator))
     inverse = torch.linalg.inv(S)
-    close(optimal_preconditioner(S.T @ A @ S, inverse @ B @ inverse.T), inverse @ P @ inverse.T, factor=1e6)
+    close(
+        optimal_preconditioner(S.T @ A @ S, inverse @ B @ inverse.T),
+        inverse @ P @ inverse.T,
+        factor=1e6,
+    )
 
 
 def test_one_dimension_is_the_square_root_of_a_quotient() -> None:

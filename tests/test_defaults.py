@@ -146,7 +146,10 @@ def test_a_first_scale_lies_between_balance_and_secant():
     v = torch.randn(3, 8, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     h = torch.linspace(0.1, 3.0, 8, dtype=torch.float64)[:, None] * v
     dot = (v * h).sum((-2, -1))
-    balance, secant = v.norm(dim=(-2, -1)) / h.norm(dim=(-2, -1)), dot / h.square().sum((-2, -1))
+    balance, secant = (
+        v.norm(dim=(-2, -1)) / h.norm(dim=(-2, -1)),
+        dot / h.square().sum((-2, -1)),
+    )
     torch.testing.assert_close(first_scale(v, h).square(), (balance * secant).sqrt())
     signs = torch.ones(4, 1)
     pair = signs, torch.tensor([[3.0], [-3.0], [3.0], [-3.0]])
@@ -159,7 +162,13 @@ def test_plain_networks_learn_the_digits_at_the_defaults(activation, hvp):
     """A hundred steps leave the loss of guessing behind; from a start in balance seven of these nine stay near it."""
     images, labels, *_ = load_digits()
     torch.manual_seed(0)
-    layers = nn.Linear(784, 64), activation(), nn.Linear(64, 64), activation(), nn.Linear(64, 10)
+    layers = (
+        nn.Linear(784, 64),
+        activation(),
+        nn.Linear(64, 64),
+        activation(),
+        nn.Linear(64, 10),
+    )
     net = nn.Sequential(nn.Flatten(), *layers)
     opt = PSGD(net.parameters(), hvp=hvp)
     batches = list(zip(images.split(50), labels.split(50), strict=True))
@@ -187,7 +196,11 @@ def test_the_threshold_is_the_norm_of_the_parameters_or_the_root_of_their_number
 
 def test_the_papers_settings_by_one_name():
     group = PSGD([torch.ones(2, requires_grad=True)], **PAPER).param_groups[0]
-    assert (group["lr_preconditioner"], group["init_scale"], group["normalizer"]) == (0.01, 1.0, "pair")
+    assert (group["lr_preconditioner"], group["init_scale"], group["normalizer"]) == (
+        0.01,
+        1.0,
+        "pair",
+    )
     assert group["max_norm"] == math.inf
 
 

@@ -13,7 +13,20 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import HVP, batch, fill, generator, loss_of, network, quiet, same, states, take, ways_of, weights
+from toys import (
+    HVP,
+    batch,
+    fill,
+    generator,
+    loss_of,
+    network,
+    quiet,
+    same,
+    states,
+    take,
+    ways_of,
+    weights,
+)
 
 from psgd_lit.closures import histories
 from psgd_lit.derivatives import (
@@ -46,7 +59,11 @@ def test_probes_depend_on_seed_iteration_and_order_alone():
     assert same(first, draw_probes([p.T.contiguous().T, q.double()], seed=1, t=2)[:1] + first[1:])
     assert torch.equal(draw_probes([p, q.double()], 1, 2)[1], first[1].double())
     assert torch.equal(torch.get_rng_state(), stream)
-    for other in (draw_probes([p, q], 2, 2)[0], draw_probes([p, q], 1, 3)[0], draw_probes([q, p], 1, 2)[1]):
+    for other in (
+        draw_probes([p, q], 2, 2)[0],
+        draw_probes([p, q], 1, 3)[0],
+        draw_probes([q, p], 1, 2)[1],
+    ):
         assert not torch.equal(first[0], other)
 
 
@@ -56,7 +73,11 @@ def test_probes_fit_their_parameters():
         torch.zeros(3, 2, dtype=dtype)
         for dtype in (torch.float16, torch.bfloat16, D, torch.complex64, torch.complex128)
     ]
-    kinds += [torch.zeros(()), torch.zeros(0, 3), torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)]
+    kinds += [
+        torch.zeros(()),
+        torch.zeros(0, 3),
+        torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last),
+    ]
     for p, v in zip(kinds, draw_probes(kinds, 0, 0), strict=True):
         assert (v.shape, v.dtype, v.device) == (p.shape, p.dtype, p.device)
     assert draw_probes([], 0, 0) == []
@@ -200,7 +221,10 @@ def test_a_closure_may_return_a_number():
     for hvp in ("approx", "whiten"):
         task = Quartic()
         found = closure_derivatives(
-            lambda task=task: task.backward(create_graph=False).item(), task.params, task.probe, hvp
+            lambda task=task: task.backward(create_graph=False).item(),
+            task.params,
+            task.probe,
+            hvp,
         )
         assert float(found.loss) == pytest.approx(task.loss().item())
         check(task, found._replace(product=None), product=False)
@@ -281,7 +305,11 @@ def test_micro_batches_are_one_batch(hvp):
     def train(parts: int) -> list[Tensor]:
         net = network(D)
         opt = PSGD(
-            net.parameters(), lr=0.1, hvp=hvp, lr_preconditioner=1e-9 if hvp == "approx" else 0.01, init_scale=1.0
+            net.parameters(),
+            lr=0.1,
+            hvp=hvp,
+            lr_preconditioner=1e-9 if hvp == "approx" else 0.01,
+            init_scale=1.0,
         )
         for _ in range(3):
             for i in range(parts):
@@ -385,7 +413,11 @@ def test_a_part_without_its_graph_is_noticed():
 def test_histories_don_t_keep_a_parameter_and_are_not_copied():
     p = nn.Parameter(torch.ones(3))
     (history,) = histories([p])
-    for twin in (copy.deepcopy(p), pickle.loads(pickle.dumps(p)), p.detach().clone().requires_grad_()):
+    for twin in (
+        copy.deepcopy(p),
+        pickle.loads(pickle.dumps(p)),
+        p.detach().clone().requires_grad_(),
+    ):
         assert histories([twin]) != [history]
         assert len(twin._backward_hooks) == 1
     assert histories([p]) == [history]
@@ -559,7 +591,10 @@ class CountingGradient(torch.autograd.Function):
         return 2 * g * u, 2 * x * u
 
 
-@pytest.mark.parametrize(("hvp", "way"), [(hvp, way) for hvp in ("exact", "approx", "whiten") for way in ways_of(hvp)])
+@pytest.mark.parametrize(
+    ("hvp", "way"),
+    [(hvp, way) for hvp in ("exact", "approx", "whiten") for way in ways_of(hvp)],
+)
 @pytest.mark.parametrize("every", [1, 4])
 def test_the_work_of_a_step(hvp, way, every):
     """One product on a step that fits Q, none on the others; a difference takes one more gradient instead."""
@@ -658,7 +693,10 @@ def test_a_closure_that_raises_leaves_all_as_it_was():
         calls = []
 
         def closure(
-            net: nn.Module = net, before: list[Tensor] = before, calls: list[bool] = calls, last: int = last
+            net: nn.Module = net,
+            before: list[Tensor] = before,
+            calls: list[bool] = calls,
+            last: int = last,
         ) -> Tensor:
             calls.append(not same(before, weights(net)))
             if len(calls) < last:

@@ -45,7 +45,10 @@ def test_slope_is_the_diagonal_of_the_triangular_slope(n, k, batch, seed):
     a, b = normal(2, *batch, n, k, seed=seed)
     (dense,) = Triangular().half_gradient((), a, b)
     torch.testing.assert_close(
-        Diagonal().half_gradient((), a, b)[0], dense.diagonal(dim1=-2, dim2=-1), rtol=1e-10, atol=1e-10
+        Diagonal().half_gradient((), a, b)[0],
+        dense.diagonal(dim1=-2, dim2=-1),
+        rtol=1e-10,
+        atol=1e-10,
     )
 
 
@@ -89,7 +92,12 @@ def test_running_rms_is_the_formula(k, weight, seed):
 
 
 @few
-@given(n=st.sampled_from([1, 2, 7]), k=st.sampled_from([1, 3]), lr=st.sampled_from([0.02, 0.1, 0.9]), seed=SEEDS)
+@given(
+    n=st.sampled_from([1, 2, 7]),
+    k=st.sampled_from([1, 3]),
+    lr=st.sampled_from([0.02, 0.1, 0.9]),
+    seed=SEEDS,
+)
 def test_equilibration_is_a_running_mean_of_squares(n, k, lr, seed):
     """The author's form: a plain mean until the weight has fallen to lr, squares and all."""
     group = Equilibration()

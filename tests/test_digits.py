@@ -57,9 +57,17 @@ def test_subset_is_the_first_images_of_each_digit(part: str, count: int) -> None
 def test_digits() -> None:
     """Shapes, dtypes, range and balance are as documented."""
     digits = load_digits()
-    assert [tuple(t.shape) for t in digits] == [(2000, 1, 28, 28), (2000,), (500, 1, 28, 28), (500,)]
+    assert [tuple(t.shape) for t in digits] == [
+        (2000, 1, 28, 28),
+        (2000,),
+        (500, 1, 28, 28),
+        (500,),
+    ]
     assert [t.dtype for t in digits] == [torch.float32, torch.int64] * 2
-    for x, y, count in ((digits.x_train, digits.y_train, 200), (digits.x_test, digits.y_test, 50)):
+    for x, y, count in (
+        (digits.x_train, digits.y_train, 200),
+        (digits.x_test, digits.y_test, 50),
+    ):
         assert x.min() == -1
         assert x.max() == 1
         assert y.bincount().tolist() == [count] * 10
@@ -78,7 +86,10 @@ def test_dtype_and_device() -> None:
     assert {t.device.type for t in digits} == {"meta"}
     assert [t.dtype for t in digits] == [torch.float64, torch.int64] * 2
     exact = load_digits(dtype=torch.float64).x_test
-    assert torch.equal(((exact + 1) * 127.5).round().byte()[:, 0], read_idx(FOLDER / "t10k-images-idx3-ubyte.gz"))
+    assert torch.equal(
+        ((exact + 1) * 127.5).round().byte()[:, 0],
+        read_idx(FOLDER / "t10k-images-idx3-ubyte.gz"),
+    )
 
 
 # Shipped ---------------------------------------------------------------------------------------------------------
@@ -126,7 +137,10 @@ def write(folder: Path, data: bytes, pack: Callable[[bytes], bytes] = gzip.compr
 def test_reads_every_dimension(shape: tuple[int, ...], tmp_path: Path) -> None:
     """Any number of dimensions is read, those of size zero too."""
     entries = ENTRIES[: int(np.prod(shape))]
-    path = write(tmp_path, bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + entries)
+    path = write(
+        tmp_path,
+        bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + entries,
+    )
     found = read_idx(path)
     assert found.shape == shape
     assert found.dtype == torch.uint8

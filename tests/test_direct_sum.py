@@ -53,7 +53,11 @@ def sums(draw: st.DrawFn, smallest: int = 0) -> tuple[Group, Any]:
     groups, shape = zip(*parts, strict=True)
     group: Group = DirectSum(*groups)
     other, size = draw(nestings(0, smallest))
-    wraps = [(group, shape), (Kron(group, other), (shape, size)), (Kron(other, group), (size, shape))]
+    wraps = [
+        (group, shape),
+        (Kron(group, other), (shape, size)),
+        (Kron(other, group), (size, shape)),
+    ]
     return draw(st.sampled_from([*wraps, (DirectSum(other, group), (size, shape))]))
 
 
@@ -119,7 +123,12 @@ def test_batched_equals_one_by_one(case, batch, k, seed):
     v, h = normal(2, *batch, group.size(Q), k, seed=seed)
     after = group.matrix(group.update(Q, v, h, lr=0.1))
     for member in itertools.product(*map(range, batch)):
-        alone = group.update(map_leaves(lambda leaf, member=member: leaf[member], Q), v[member], h[member], lr=0.1)
+        alone = group.update(
+            map_leaves(lambda leaf, member=member: leaf[member], Q),
+            v[member],
+            h[member],
+            lr=0.1,
+        )
         torch.testing.assert_close(group.matrix(alone), after[member], rtol=1e-10, atol=1e-10)
 
 
@@ -130,8 +139,18 @@ def test_batched_equals_one_by_one(case, batch, k, seed):
     dtype=DTYPES,
     exponents=st.lists(st.integers(-20, 20), min_size=3, max_size=3),
 )
-@example(case=(Kron(DirectSum(T, T), D), ((0, 3), 2)), seed=0, dtype=torch.float32, exponents=[9, 0, 0])
-@example(case=(DirectSum(Kron(T, D), T), ((2, 3), 0)), seed=0, dtype=torch.float32, exponents=[-9, 0, 0])
+@example(
+    case=(Kron(DirectSum(T, T), D), ((0, 3), 2)),
+    seed=0,
+    dtype=torch.float32,
+    exponents=[9, 0, 0],
+)
+@example(
+    case=(DirectSum(Kron(T, D), T), ((2, 3), 0)),
+    seed=0,
+    dtype=torch.float32,
+    exponents=[-9, 0, 0],
+)
 def test_balancing_happens_once_and_changes_no_product(case, seed, dtype, exponents):
     group, shape = case
     Q = learned(group, shape, (2,), seed, dtype)
@@ -147,7 +166,11 @@ def test_balancing_happens_once_and_changes_no_product(case, seed, dtype, expone
         if not rest:
             return (first,)
         c = torch.full((2,), 2.0 ** next(draws), dtype=dtype)
-        return (group.factors[0].scale(first, c), group.factors[1].scale(rest[0], 1 / c), *rest[1:])
+        return (
+            group.factors[0].scale(first, c),
+            group.factors[1].scale(rest[0], 1 / c),
+            *rest[1:],
+        )
 
     tilted, live = tilt(group, Q), torch.tensor([True, False])
     once = group.balance(tilted, live)
@@ -163,9 +186,15 @@ def test_every_part_is_balanced():
     group = DirectSum(Kron(T, D), DirectSum(D, Kron(T, T)))
     (first, (single, second)) = learned(group, ((2, 3), (2, (2, 2))), dtype=torch.float32)
     up, down = torch.tensor(2.0**40), torch.tensor(2.0**-40)
-    tilted = ((T.scale(first[0], up), D.scale(first[1], down)), (single, (second[0], T.scale(second[1], up))))
+    tilted = (
+        (T.scale(first[0], up), D.scale(first[1], down)),
+        (single, (second[0], T.scale(second[1], up))),
+    )
     balanced = group.balance(tilted, torch.tensor(True))
-    for factors, pair in ((group.parts[0].factors, balanced[0]), (group.parts[1].parts[1].factors, balanced[1][1])):
+    for factors, pair in (
+        (group.parts[0].factors, balanced[0]),
+        (group.parts[1].parts[1].factors, balanced[1][1]),
+    ):
         left, right = (f.magnitude(q) for f, q in zip(factors, pair, strict=True))
         assert 1 / 4 < left / right < 4
     assert same_bits(balanced[1][0], single)
@@ -176,13 +205,23 @@ def test_every_part_is_balanced():
 def test_a_composition_is_a_value(case):
     group, _ = case
     names = {type(member).__name__: type(member) for member in (*ELEMENTARY, DirectSum(T), Kron(T))}
-    for again in (eval(repr(group), names), pickle.loads(pickle.dumps(group)), copy.deepcopy(group)):
+    for again in (
+        eval(repr(group), names),
+        pickle.loads(pickle.dumps(group)),
+        copy.deepcopy(group),
+    ):
         assert again == group
         assert hash(again) == hash(group)
 
 
 @some
-@given(members=st.lists(nestings(2, 0), min_size=1, max_size=4), batch=BATCHES, k=COLUMNS, dtype=DTYPES, seed=SEEDS)
+@given(
+    members=st.lists(nestings(2, 0), min_size=1, max_size=4),
+    batch=BATCHES,
+    k=COLUMNS,
+    dtype=DTYPES,
+    seed=SEEDS,
+)
 def test_parts_learn_as_they_do_alone(members, batch, k, dtype, seed):
     """From the same pieces of a and b, a part ends at the bits that it reaches without the others."""
     groups, shape = zip(*members, strict=True)

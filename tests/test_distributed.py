@@ -248,7 +248,10 @@ def test_17_a_bad_batch_on_one_rank(ranks, run):
 
 def test_17_exact_products_pass_a_wrapped_model_by(ranks):
     """Whether DistributedDataParallel wraps the model or not, the first way gives the same."""
-    for one, other in ((ranks[0]["exact"], ranks[0]["wrapped"]), (ranks[0]["backward"], ranks[0]["averaged"])):
+    for one, other in (
+        (ranks[0]["exact"], ranks[0]["wrapped"]),
+        (ranks[0]["backward"], ranks[0]["averaged"]),
+    ):
         for a, b in zip(one.weights + one.state, other.weights + other.state, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
@@ -296,11 +299,18 @@ def test_05_distributed_checkpoints_go_on(flat, name, hvp, momentum, tmp_path):
             opt.step(lambda net=net: loss_of(net))
         folder = tmp_path / type(lr).__name__
         dcp.save(
-            dict(zip(("net", "opt"), get_state_dict(net, opt, options=options), strict=True)), checkpoint_id=folder
+            dict(zip(("net", "opt"), get_state_dict(net, opt, options=options), strict=True)),
+            checkpoint_id=folder,
         )
         loaded = dict(zip(("net", "opt"), get_state_dict(twin, other, options=options), strict=True))
         dcp.load(loaded, checkpoint_id=folder)
-        set_state_dict(twin, other, model_state_dict=loaded["net"], optim_state_dict=loaded["opt"], options=options)
+        set_state_dict(
+            twin,
+            other,
+            model_state_dict=loaded["net"],
+            optim_state_dict=loaded["opt"],
+            options=options,
+        )
         assert same(states(opt), states(other))
         for _ in range(2):
             opt.step(lambda net=net: loss_of(net))
@@ -338,7 +348,13 @@ def test_every_parameter_has_an_entry_in_a_distributed_checkpoint(by, options, n
 
     def make(seed: int) -> tuple[nn.Module, PSGD]:
         net = network(seed=seed)
-        return net, PSGD(net.parameters(), lr=0.05, preconditioner=name, blocks=affine_blocks(net), **settings)
+        return net, PSGD(
+            net.parameters(),
+            lr=0.05,
+            preconditioner=name,
+            blocks=affine_blocks(net),
+            **settings,
+        )
 
     (net, opt), (twin, other) = make(0), make(5)
     for _ in range(2):

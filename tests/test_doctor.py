@@ -155,7 +155,10 @@ def weight_normed() -> nn.Module:
     ids=["smooth", "cdist", "weight_norm", "mse_loss", "bfloat16", "norm at zero"],
 )
 def test_what_stops_a_product_is_named(
-    make: Callable[[], nn.Module], loss: Callable[[nn.Module], Tensor], stopped: set[str], reason: str
+    make: Callable[[], nn.Module],
+    loss: Callable[[nn.Module], Tensor],
+    stopped: set[str],
+    reason: str,
 ) -> None:
     net = make()
     with quiet():
@@ -165,7 +168,13 @@ def test_what_stops_a_product_is_named(
     assert all(reason in reasons[hvp] for hvp in stopped)
     assert reasons["whiten"] == ""
     assert all(why in str(report) for why in reasons.values())
-    assert {q.preconditioner for q in report.qualities} >= {"kron", "diagonal", "esgd", "splu", "dense"}
+    assert {q.preconditioner for q in report.qualities} >= {
+        "kron",
+        "diagonal",
+        "esgd",
+        "splu",
+        "dense",
+    }
 
 
 class Forgetful(torch.autograd.Function):
@@ -246,7 +255,9 @@ def test_parameters_that_the_loss_misses_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "finding"), [(math.inf, "the loss is inf"), (math.nan, "the loss is nan")], ids=["inf", "nan"]
+    ("factor", "finding"),
+    [(math.inf, "the loss is inf"), (math.nan, "the loss is nan")],
+    ids=["inf", "nan"],
 )
 def test_what_is_not_finite_ends_the_visit(factor: float, finding: str) -> None:
     net = network()
@@ -258,7 +269,11 @@ def test_what_is_not_finite_ends_the_visit(factor: float, finding: str) -> None:
 
 def test_a_gradient_that_is_not_finite_is_named() -> None:
     net = network()
-    report = doctor(net, lambda: loss_of(net) + net[2].bias.sub(net[2].bias.detach()).abs().sqrt().sum(), **SHORT)
+    report = doctor(
+        net,
+        lambda: loss_of(net) + net[2].bias.sub(net[2].bias.detach()).abs().sqrt().sum(),
+        **SHORT,
+    )
     assert "the gradient of 2.bias is not finite" in report.condition.findings
     assert not report.trials
 
@@ -303,7 +318,12 @@ def test_costs_stand_beside_those_of_torch() -> None:
     assert state["SGD"] == 0
     assert state["Adam"] == sum(2 * p.nbytes + 4 for p in net.parameters())
     assert state["dense"] > state["splu"] > state["diagonal"] > state["SGD"]
-    assert {cost.hvp for cost in report.costs if cost.optimizer == "kron"} == {"exact", "forward", "approx", "whiten"}
+    assert {cost.hvp for cost in report.costs if cost.optimizer == "kron"} == {
+        "exact",
+        "forward",
+        "approx",
+        "whiten",
+    }
     assert all(min(cost.seconds + cost.beside) > 0 for cost in report.costs)
 
 

@@ -127,7 +127,10 @@ def test_a_quick_step_leaves_a_member_without_a_pair_alone(name, bad):
 def test_a_quick_step_in_a_far_unit(name, unit):
     """With a and b in a unit that is a power of two the step is the same, bit for bit."""
     group, shape = CASES[name]
-    Q, scale = learned(group, shape, (2,), torch.float32), 2.0 ** round(torch.tensor(unit).log2().item())
+    Q, scale = (
+        learned(group, shape, (2,), torch.float32),
+        2.0 ** round(torch.tensor(unit).log2().item()),
+    )
     a, b = pair(group, Q, (2,), torch.float32, 1, seed=4)
     near, far = group.step(Q, a, b, 0.1), group.step(Q, scale * a, scale * b, 0.1)
     assert all(torch.equal(x, y) for x, y in zip(leaves(near), leaves(far), strict=True))
@@ -182,7 +185,12 @@ def test_a_kept_product_is_made_anew_for_another_factor():
 
 
 @settings(max_examples=examples(15), deadline=None)
-@given(rows=st.integers(1, 6), columns=st.integers(1, 6), k=st.integers(1, 12), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 6),
+    columns=st.integers(1, 6),
+    k=st.integers(1, 12),
+    seed=st.integers(0, 99),
+)
 def test_steps_between_fits_are_those_without_a_kept_product(rows, columns, k, seed):
     source = torch.Generator().manual_seed(seed)
     W = torch.randn(rows, columns, dtype=torch.float64, generator=source)
@@ -256,11 +264,23 @@ def test_a_finite_step_that_overflows_is_not_taken_for_zero():
     group, x = {"lr": 1e30, "weight_decay": 0.0}, torch.full((1, 2, 1), 1e10)
     w = torch.zeros(2)
     [move] = [
-        planned_move(group, Bucket(choose("diagonal", [w]), 1.0), x, {w: w}, torch.tensor(1.0), torch.tensor(True))
+        planned_move(
+            group,
+            Bucket(choose("diagonal", [w]), 1.0),
+            x,
+            {w: w},
+            torch.tensor(1.0),
+            torch.tensor(True),
+        )
     ]
     assert move.steps[0].isinf().all()
     stopped = planned_move(
-        group, Bucket(choose("diagonal", [w]), 1.0), x, {w: w}, torch.tensor(0.0), torch.tensor(False)
+        group,
+        Bucket(choose("diagonal", [w]), 1.0),
+        x,
+        {w: w},
+        torch.tensor(0.0),
+        torch.tensor(False),
     )
     assert not stopped.steps[0].any()
 

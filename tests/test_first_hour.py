@@ -23,7 +23,11 @@ class Residual(nn.Module):
 
     def __init__(self, width: int, gate: float) -> None:
         super().__init__()
-        self.norm, self.inner, self.outer = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.norm, self.inner, self.outer = (
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+        )
         self.gate = nn.Parameter(torch.full((width,), gate))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,7 +38,12 @@ def after_training(gate: float, **settings: Any) -> float:
     """The loss of a small residual network after 250 steps on batches of four groups of points."""
     torch.manual_seed(0)
     centres, source = torch.randn(4, 8), torch.Generator().manual_seed(1)
-    net = nn.Sequential(nn.Linear(8, 16), *[Residual(16, gate) for _ in range(3)], nn.LayerNorm(16), nn.Linear(16, 4))
+    net = nn.Sequential(
+        nn.Linear(8, 16),
+        *[Residual(16, gate) for _ in range(3)],
+        nn.LayerNorm(16),
+        nn.Linear(16, 4),
+    )
     opt = PSGD(net.parameters(), **settings)
     y = torch.arange(64) % 4
 
@@ -66,7 +75,11 @@ def test_a_huge_block_of_which_a_part_is_frozen_does_not_stop_another():
     p, q, r, block = turned()
     q.requires_grad_(False)
     opt = PSGD(
-        [{"params": [p, q], "init_scale": 1e6}, {"params": [r]}], lr=0.1, hvp="whiten", init_scale=1.0, blocks=[block]
+        [{"params": [p, q], "init_scale": 1e6}, {"params": [r]}],
+        lr=0.1,
+        hvp="whiten",
+        init_scale=1.0,
+        blocks=[block],
     )
     opt.diagnostics()
     opt.step(lambda: (p.sum() + r.sum()) / 10)
@@ -208,9 +221,17 @@ def state_with(**wrong: Any) -> None:
             TypeError,
             "takes a PSGD that has taken steps, not generator",
         ),
-        (lambda: PreconditionedLBFGS(torch.optim.Adam(network().parameters())), TypeError, "not Adam"),
+        (
+            lambda: PreconditionedLBFGS(torch.optim.Adam(network().parameters())),
+            TypeError,
+            "not Adam",
+        ),
         (twin_blocks, ValueError, "none of the blocks holds a parameter"),
-        (lambda: affine_blocks(network().parameters()), TypeError, "takes a model, a torch.nn.Module, not generator"),
+        (
+            lambda: affine_blocks(network().parameters()),
+            TypeError,
+            "takes a model, a torch.nn.Module, not generator",
+        ),
         (lambda: PSGD(network().parameters(), hvp=["exact"]), ValueError, "hvp must be one of"),
         (on_meta, RuntimeError, "make the optimizer after to_empty"),
         (a_tensor_for_a_closure, TypeError, "a function that returns the loss.*not Tensor"),
@@ -230,7 +251,10 @@ def test_blocks_may_belong_to_any_group():
 
 
 def test_the_doctor_sees_a_sparse_gradient():
-    net, i = nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 3)), torch.randint(0, 20, (32,))
+    net, i = (
+        nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 3)),
+        torch.randint(0, 20, (32,)),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         said = str(doctor(net, lambda: net(i).square().mean()))
@@ -335,6 +359,30 @@ def test_weights_that_were_loaded_after_settle_stay():
     assert equal([*net.parameters()], [*other.parameters()])
 
 
+def test_settling_twice_takes_nothing_back():
+    """As a hand-over to L-BFGS does, and its user at the end."""
+    (net,) = experts(1)
+    opt = PSGD(net.parameters(), lr=1.0, monotone=True)
+    for _ in range(30):
+        opt.step(lambda: fit_error(net))
+    lbfgs = PreconditionedLBFGS(opt)
+    lbfgs.step(lambda: fit_error(net))
+    end = fit_error(net).item()
+    opt.settle()
+    assert fit_error(net).item() == end
+
+
+def test_no_start_of_a_step_rises_however_wrong_the_preconditioner_is():
+    x = nn.Parameter(torch.ones(3))
+    opt = PSGD([x], lr=1.0, preconditioner="dense", monotone=True, init_scale=1.0, max_norm=math.inf)
+    starts = []
+    for _ in range(150):
+        opt.step(lambda: 5e8 * x.square().sum())
+        starts.append(float(opt.param_groups[0]["loss"]))
+    assert starts == sorted(starts, reverse=True)
+    assert starts[-1] < starts[0]
+
+
 def test_trials_and_weight_decay_exclude_each_other():
     (net,) = experts(1)
     with pytest.raises(ValueError, match="add the penalty to the loss"):
@@ -342,7 +390,8 @@ def test_trials_and_weight_decay_exclude_each_other():
 
 
 @pytest.mark.parametrize(
-    ("maximize", "losses", "exploded"), [(False, 12 * [0.0] + [3.0], 0), (True, [1.0] + 12 * [999.0], 0)]
+    ("maximize", "losses", "exploded"),
+    [(False, 12 * [0.0] + [3.0], 0), (True, [1.0] + 12 * [999.0], 0)],
 )
 def test_a_success_is_no_explosion(maximize, losses, exploded):
     x = nn.Parameter(torch.ones(2))
@@ -373,6 +422,19 @@ def test_another_preconditioner_in_a_group_is_refused_once_it_has_learned():
     opt.param_groups[0]["preconditioner"] = "diagonal"
     opt.step(lambda: fit_error(net))
     opt.load_state_dict(opt.state_dict())
+    opt.param_groups[0]["preconditioner"] = "kron"
+    with pytest.raises(ValueError, match="put them back"):
+        opt.step(lambda: fit_error(net))
+
+
+def test_gradients_that_are_divided_with_their_graph_are_as_good():
+    (net,) = experts(1)
+    opt = PSGD(net.parameters(), update_every=1)
+    with quiet():
+        fit_error(net).backward(create_graph=True)
+    for p in net.parameters():
+        p.grad.div_(4)
+    opt.step()
 
 
 def test_a_step_size_that_is_no_number_skips_the_step():
@@ -429,7 +491,12 @@ def test_gradients_that_are_divided_by_hand_are_told():
 @pytest.mark.parametrize("preconditioner", ["kron", "dense"])
 def test_lbfgs_leaves_frozen_layers_and_takes_new_ones(preconditioner):
     net, late = experts(2)
-    opt = PSGD([*net.parameters(), *late.parameters()], preconditioner=preconditioner, lr=1.0, monotone=True)
+    opt = PSGD(
+        [*net.parameters(), *late.parameters()],
+        preconditioner=preconditioner,
+        lr=1.0,
+        monotone=True,
+    )
     for _ in range(30):
         opt.step(lambda: fit_error(net))
     net[0].requires_grad_(False)

@@ -36,7 +36,14 @@ def inverse_curvatures(group: Group, fit: Fit) -> Tensor:
     return (dense.mT @ dense).diagonal(dim1=-2, dim2=-1)
 
 
-def on_and_off(group: Group, normalizer: str, share: Tensor, steps: int, members: int = 60, lr: float = 0.04) -> Tensor:
+def on_and_off(
+    group: Group,
+    normalizer: str,
+    share: Tensor,
+    steps: int,
+    members: int = 60,
+    lr: float = 0.04,
+) -> Tensor:
     """The mean logarithm of diag P, where H is the identity on the coordinates that a pair meets."""
     n, source, logs = len(share), torch.Generator().manual_seed(1), []
     fit = started(group, n, (members,))
@@ -118,7 +125,14 @@ def curvature_of_two(group: Group, normalizer: str, chance: float, lr: Tensor) -
     for t in range(1100):
         v = torch.randn(*members, 1, 1, dtype=torch.float64, generator=source)
         rare = torch.rand(*members, 1, 1, dtype=torch.float64, generator=source) < chance
-        fit = learn(group, fit, v, torch.where(rare, 1.0, 0.01) * v, lr[:, None].expand(members), normalizer)
+        fit = learn(
+            group,
+            fit,
+            v,
+            torch.where(rare, 1.0, 0.01) * v,
+            lr[:, None].expand(members),
+            normalizer,
+        )
         if t > 600 and t % 5 == 0:
             logs.append(inverse_curvatures(group, fit).log().mean((1, 2)))
     return torch.stack(logs).mean(0).exp() * (chance + (1 - chance) * 1e-4) ** 0.5
@@ -168,8 +182,14 @@ def test_gradients_of_any_scale(group):
 @pytest.mark.parametrize("group", [Triangular(), Kron(Triangular(), Triangular()), SparseLU(2)], ids=repr)
 def test_an_outlier_is_forgotten(group):
     """One product of 1e15 at the hundredth pair: a thousand pairs later P is as near to its place as without it."""
-    source, curvature = torch.Generator().manual_seed(4), torch.tensor([4.0, 2.0, 2.0, 1.0], dtype=torch.float64)
-    outlier, fit = torch.tensor([1.0, 1e15], dtype=torch.float64)[:, None, None, None], started(group, 4, (2, 10))
+    source, curvature = (
+        torch.Generator().manual_seed(4),
+        torch.tensor([4.0, 2.0, 2.0, 1.0], dtype=torch.float64),
+    )
+    outlier, fit = (
+        torch.tensor([1.0, 1e15], dtype=torch.float64)[:, None, None, None],
+        started(group, 4, (2, 10)),
+    )
     for t in range(1100):
         v = torch.randn(2, 10, 4, 1, dtype=torch.float64, generator=source)
         h = curvature[:, None] * v * (outlier if t == 100 else 1)

@@ -14,7 +14,8 @@ from nbformat import v4
 from test_pages import html_of
 
 FOLD = re.compile(
-    r'<details class="admonition hide[^"]*">\s*<summary><p class="admonition-title">(.*?)</p></summary>', re.S
+    r'<details class="admonition hide[^"]*">\s*<summary><p class="admonition-title">(.*?)</p></summary>',
+    re.S,
 )
 
 

@@ -133,7 +133,9 @@ def test_minimum_is_zero_stationary_and_a_minimum(function: SumOfSquares) -> Non
 
 
 @EVERY
-def test_least_squares_finds_the_published_minimum_from_the_start(function: SumOfSquares) -> None:
+def test_least_squares_finds_the_published_minimum_from_the_start(
+    function: SumOfSquares,
+) -> None:
     """Levenberg and Marquardt's method, which is given the residuals, reaches the value that the collection lists."""
     found = scipy.optimize.least_squares(
         lambda x: function.residuals(torch.from_numpy(x)).numpy(),

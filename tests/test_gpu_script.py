@@ -20,7 +20,13 @@ def test_the_script_runs_on_the_cpu(tmp_path: Path) -> None:
     """The same checks on small sizes, without the environment of the book."""
     out = tmp_path / "results" / "gpu.json"
     variables = os.environ | {"DEVICE": "cpu", "STEPS": "2", "OUT": str(out)}
-    subprocess.run([sys.executable, str(SCRIPT)], check=True, capture_output=True, cwd=tmp_path, env=variables)
+    subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        check=True,
+        capture_output=True,
+        cwd=tmp_path,
+        env=variables,
+    )
     results = json.loads(out.read_text())
     assert results["torch"] == torch.__version__
     for check in ("groups agree with the host", "updates in a graph agree"):

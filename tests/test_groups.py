@@ -110,7 +110,11 @@ def random(top: Any) -> Family:
 
 
 FAMILIES = {repr(group): listed(group) for group in GROUPS}
-FAMILIES |= {"random": random(None), "random Kron": random(Kron), "random DirectSum": random(DirectSum)}
+FAMILIES |= {
+    "random": random(None),
+    "random Kron": random(Kron),
+    "random DirectSum": random(DirectSum),
+}
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 EVERY_GROUP = pytest.mark.parametrize("group", GROUPS, ids=repr)
 
@@ -220,7 +224,11 @@ def test_descent(family, data, seed):
             rate -= 2 * entries.square().sum() / entries.abs().max()
 
     def value(lr: float) -> Tensor:
-        return pair_criterion(group.matrix(group.step_of_sums(Q, a + b, a - b, lr, torch.zeros(group.maxima))[0]), v, h)
+        return pair_criterion(
+            group.matrix(group.step_of_sums(Q, a + b, a - b, lr, torch.zeros(group.maxima))[0]),
+            v,
+            h,
+        )
 
     small = 1e-6
     measured = (value(small) - value(-small)) / (2 * small)
@@ -248,7 +256,12 @@ def test_a_step_of_a_tenth_may_climb_in_many_dimensions():
 
 @EVERY_FAMILY
 @fewer
-@given(data=st.data(), runs=st.lists(RUNS, min_size=8, max_size=8), decay=st.sampled_from([0.0, 0.99]), seed=SEEDS)
+@given(
+    data=st.data(),
+    runs=st.lists(RUNS, min_size=8, max_size=8),
+    decay=st.sampled_from([0.0, 0.99]),
+    seed=SEEDS,
+)
 def test_diagonals_stay_positive_and_finite(family, data, runs, decay, seed):
     """For every step size in (0, 1) and gradients of any scale, in float32.
 
@@ -345,7 +358,12 @@ def test_batched_equals_one_by_one(family, data, batch, k, seed):
     after = group.matrix(group.update(Q, v, h, lr=0.1))
     assert after.shape == (*batch, n, n)
     for member in itertools.product(*map(range, batch)):
-        alone = group.update(map_leaves(lambda leaf, member=member: leaf[member], Q), v[member], h[member], lr=0.1)
+        alone = group.update(
+            map_leaves(lambda leaf, member=member: leaf[member], Q),
+            v[member],
+            h[member],
+            lr=0.1,
+        )
         torch.testing.assert_close(group.matrix(alone), after[member], rtol=1e-10, atol=1e-10)
 
 
@@ -374,7 +392,13 @@ def use_everything(group: Group, shape: Any, k: int, dtype: torch.dtype, device:
     after = group.update(after, x, x, lr=0.1)
     actions = [f(after, x) for f in (group.apply, group.apply_t, group.solve, group.solve_t, group.precondition)]
     scaled = group.scale(after, torch.ones(2, **kind))
-    return [*leaves(after), *leaves(scaled), *actions, group.magnitude(scaled), group.matrix(after)]
+    return [
+        *leaves(after),
+        *leaves(scaled),
+        *actions,
+        group.magnitude(scaled),
+        group.matrix(after),
+    ]
 
 
 @EVERY_FAMILY
@@ -431,7 +455,12 @@ def test_a_read_or_a_second_device_is_seen(wrong, device):
 
 @EVERY_FAMILY
 @few
-@given(data=st.data(), bad=st.sampled_from([0.0, torch.nan, torch.inf, -torch.inf]), seed=SEEDS, dtype=DTYPES)
+@given(
+    data=st.data(),
+    bad=st.sampled_from([0.0, torch.nan, torch.inf, -torch.inf]),
+    seed=SEEDS,
+    dtype=DTYPES,
+)
 def test_zero_and_bad_pairs_leave_every_bit(family, data, bad, seed, dtype):
     group, shape = data.draw(family(smallest=1))
     Q = learned(group, shape, (2,), seed, dtype)
@@ -468,7 +497,12 @@ def test_peaks_divide_the_slopes_and_nothing_else(family, data, seed):
 
 @EVERY_FAMILY
 @few
-@given(data=st.data(), exponent=st.integers(-60, 60), decay=st.sampled_from([0.0, 0.5, 0.99, 1.0]), seed=SEEDS)
+@given(
+    data=st.data(),
+    exponent=st.integers(-60, 60),
+    decay=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    seed=SEEDS,
+)
 def test_peaks_have_the_unit_of_a_and_b(family, data, exponent, decay, seed):
     """Pairs in other units, by a power of two, and the peaks with them: the same Q, bit for bit."""
     group, shape = data.draw(family(smallest=1, largest=7))
@@ -619,7 +653,12 @@ def test_step_sizes_out_of_range_are_refused(group, lr):
 
 
 @few
-@given(n=st.sampled_from([4, 63, 64, 65, 129, 200]), k=st.sampled_from([1, 2, 7]), batch=BATCHES, seed=SEEDS)
+@given(
+    n=st.sampled_from([4, 63, 64, 65, 129, 200]),
+    k=st.sampled_from([1, 2, 7]),
+    batch=BATCHES,
+    seed=SEEDS,
+)
 def test_quick_triangular_step_equals_the_protocols(n, k, batch, seed):
     group = Triangular()
     Q = learned(group, n, batch, seed)

@@ -8,7 +8,10 @@ import pytest
 import torch
 from quick import first
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.utils.checkpoint import checkpoint
 from toys import HVP, batch, fill, loss_of, network, quiet, same, states, take, ways_of, weights
 
@@ -124,10 +127,22 @@ def test_a_frozen_part_of_a_block_is_named():
     net = network()
     net[0].weight.requires_grad_(False)
     with pytest.raises(
-        ValueError, match=r"lacks \[\(6, 4\)\]; give all parameters of a block to one param group, frozen"
+        ValueError,
+        match=r"lacks \[\(6, 4\)\]; give all parameters of a block to one param group, frozen",
     ):
-        PSGD([p for p in net.parameters() if p.requires_grad], lr=0.1, blocks=affine_blocks(net), init_scale=1.0)
-    opt = PSGD(net.parameters(), lr=0.1, blocks=affine_blocks(net), preconditioner="scan", init_scale=1.0)
+        PSGD(
+            [p for p in net.parameters() if p.requires_grad],
+            lr=0.1,
+            blocks=affine_blocks(net),
+            init_scale=1.0,
+        )
+    opt = PSGD(
+        net.parameters(),
+        lr=0.1,
+        blocks=affine_blocks(net),
+        preconditioner="scan",
+        init_scale=1.0,
+    )
     before = weights(net)
     opt.step(lambda: loss_of(net))
     moved = [not torch.equal(a, b) for a, b in zip(before, weights(net), strict=True)]
@@ -293,7 +308,13 @@ def test_a_compiled_fit_is_the_fit(hvp, preconditioner, monkeypatch):
     x, _ = batch()
     net, twin = (fill(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))) for _ in range(2))
     opt, other = (
-        PSGD(model.parameters(), hvp=hvp, preconditioner=preconditioner, blocks=blocks(model), compile=flag)
+        PSGD(
+            model.parameters(),
+            hvp=hvp,
+            preconditioner=preconditioner,
+            blocks=blocks(model),
+            compile=flag,
+        )
         for model, flag in ((net, True), (twin, False))
     )
     for _ in range(5):
@@ -315,7 +336,10 @@ def test_an_old_torch_does_not_compile_the_fit(monkeypatch):
 
 @pytest.mark.parametrize(
     "backend",
-    ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")])],
+    [
+        "aot_eager",
+        pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")]),
+    ],
 )
 def test_a_compiled_model_has_the_curve_of_the_model(backend):
     """Bit for bit where the same kernels run, and to rounding where a compiler has made others."""
@@ -329,7 +353,10 @@ def test_a_compiled_model_has_the_curve_of_the_model(backend):
         twin = network()
         opt, other = (PSGD(one.parameters(), hvp=hvp) for one in (net, twin))
         for _ in range(20):
-            compiled, plain = opt.step(lambda: loss_of(model)), other.step(lambda twin=twin: loss_of(twin))
+            compiled, plain = (
+                opt.step(lambda: loss_of(model)),
+                other.step(lambda twin=twin: loss_of(twin)),
+            )
             torch.testing.assert_close(compiled, plain, rtol=0 if backend == "aot_eager" else 1e-4, atol=0)
         assert plain < loss_of(network())
 

@@ -107,7 +107,11 @@ def test_value_across_parameters_of_several_shapes(name: str) -> None:
 def test_value_in_float32(name: str) -> None:
     x, v = parameter(7, dtype=torch.float32), normal(7, seed=1, dtype=torch.float32)
     found = METHODS[name](lambda: x.sin().sum(), [x], [v])
-    assert_close(found.product[0], -x.detach().sin() * v, max(TOLERANCE[name], 1e-3 if name == "central" else 1e-6))
+    assert_close(
+        found.product[0],
+        -x.detach().sin() * v,
+        max(TOLERANCE[name], 1e-3 if name == "central" else 1e-6),
+    )
 
 
 @every_method
@@ -154,7 +158,10 @@ def test_unused_and_linear_parameters_have_no_curvature(name: str) -> None:
 @every_method
 def test_loss_linear_in_everything_or_in_none_of_the_parameters(name: str) -> None:
     x, elsewhere = parameter(3), parameter(2)
-    for loss, gradient in ((lambda: 2 * x.sum(), torch.full_like(x, 2.0)), (lambda: elsewhere.sin().sum(), None)):
+    for loss, gradient in (
+        (lambda: 2 * x.sum(), torch.full_like(x, 2.0)),
+        (lambda: elsewhere.sin().sum(), None),
+    ):
         found = METHODS[name](loss, [x], [torch.ones_like(x)])
         assert (found.gradient[0] is None) if gradient is None else torch.equal(found.gradient[0], gradient)
         assert torch.equal(found.product[0], torch.zeros_like(x))
@@ -328,7 +335,13 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     with Watch():
         METHODS[name](lambda: x.exp().sin().sum(), [x], [v])
     assert "aten::exp" in names
-    assert not names & {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero"}
+    assert not names & {
+        "aten::_local_scalar_dense",
+        "aten::item",
+        "aten::is_nonzero",
+        "aten::equal",
+        "aten::nonzero",
+    }
 
 
 @difference_method
@@ -360,8 +373,16 @@ def test_the_papers_step_has_variance_two_to_the_minus_23() -> None:
     [
         (lambda x: x.sum().item(), TypeError, "as a tensor, not float"),
         (lambda x: None, TypeError, "as a tensor, not NoneType"),
-        (lambda x: x * x, ValueError, r"one real number, not \(2,\) torch.float64: take its mean"),
-        (lambda x: torch.complex(x, x).sum(), ValueError, "one real number, not .* torch.complex128"),
+        (
+            lambda x: x * x,
+            ValueError,
+            r"one real number, not \(2,\) torch.float64: take its mean",
+        ),
+        (
+            lambda x: torch.complex(x, x).sum(),
+            ValueError,
+            "one real number, not .* torch.complex128",
+        ),
         (lambda x: x.sum().detach(), ValueError, "has no gradient"),
         (lambda x: torch.zeros(()), ValueError, "has no gradient"),
     ],
@@ -402,8 +423,14 @@ def test_closure_that_runs_backward(name: str) -> None:
     ("probe", "words"),
     [
         ([torch.ones(2)], "2 parameters need as many probe tensors, not 1"),
-        ([torch.ones(2), torch.ones(3)], r"probe\[1\] must be like params\[1\], which is \(4,\) .* is \(3,\)"),
-        ([torch.ones(2).double(), torch.ones(4)], r"probe\[0\] .* torch.float32 cpu, but is \(2,\) torch.float64"),
+        (
+            [torch.ones(2), torch.ones(3)],
+            r"probe\[1\] must be like params\[1\], which is \(4,\) .* is \(3,\)",
+        ),
+        (
+            [torch.ones(2).double(), torch.ones(4)],
+            r"probe\[0\] .* torch.float32 cpu, but is \(2,\) torch.float64",
+        ),
         ([torch.ones(2), torch.ones(4, device="meta")], r"probe\[1\] .* cpu, but is .* meta"),
     ],
 )
@@ -423,7 +450,10 @@ def test_frozen_parameter(name: str) -> None:
 @difference_method
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_difference_refuses_half_precision(name: str, dtype: torch.dtype) -> None:
-    single, half = torch.ones(2, requires_grad=True), torch.ones(2, dtype=dtype, requires_grad=True)
+    single, half = (
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, dtype=dtype, requires_grad=True),
+    )
     with pytest.raises(ValueError, match=rf"params\[1\] is {dtype}.*hvp_exact or hvp_forward.*float32"):
         METHODS[name](lambda: single.sum(), [single, half], [torch.ones(2), torch.ones(2, dtype=dtype)])
     unguarded = gradient_difference(lambda: (half**2).sum(), [half], [torch.ones_like(half)], 0.125, name == "central")
@@ -448,7 +478,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "cdist": (lambda x: torch.cdist(x[0], x[0] + 1).sum(), "cdist"),
     "ctc": (
         lambda x: nn.functional.ctc_loss(
-            x.reshape(10, 2, 2).log_softmax(-1), torch.ones(2, 1, dtype=torch.long), [10, 10], [1, 1]
+            x.reshape(10, 2, 2).log_softmax(-1),
+            torch.ones(2, 1, dtype=torch.long),
+            [10, 10],
+            [1, 1],
         ),
         "ctc_loss",
     ),
@@ -534,7 +567,11 @@ def test_losses_from_outside(name: str) -> None:
     """Also a part of a loss, and also where the rest is linear; what isn't made of the parameters may be outside."""
     x, other = parameter(3), parameter(3, seed=1)
     v, part, features = torch.ones_like(x), (x.detach() + x).sum(), other.exp()
-    for loss in (lambda: part, lambda: part + x.sin().sum(), lambda: (part * features.sum()).sin()):
+    for loss in (
+        lambda: part,
+        lambda: part + x.sin().sum(),
+        lambda: (part * features.sum()).sin(),
+    ):
         with pytest.raises(ValueError, match="compute all of it in the closure"):
             METHODS[name](loss, [x], [v])
     found = METHODS[name](lambda: (x.exp() * features).sum(), [x], [v]).product[0]
@@ -546,7 +583,11 @@ def test_parameters_may_be_made_of_others(name: str) -> None:
     """A parameter that is no leaf has a graph of its own, from before."""
     base = parameter(3)
     x = base * 2
-    assert_close(METHODS[name](lambda: x.sin().sum(), [x], [torch.ones_like(x)]).product[0], -x.detach().sin(), 1e-3)
+    assert_close(
+        METHODS[name](lambda: x.sin().sum(), [x], [torch.ones_like(x)]).product[0],
+        -x.detach().sin(),
+        1e-3,
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -561,7 +602,13 @@ def test_compiled_function_is_explained(dynamic: bool) -> None:
 
 @autograd_method
 @pytest.mark.parametrize(
-    "error", [RuntimeError("mat1 and mat2"), NotImplementedError("no kernel for this dtype"), KeyError("x")], ids=repr
+    "error",
+    [
+        RuntimeError("mat1 and mat2"),
+        NotImplementedError("no kernel for this dtype"),
+        KeyError("x"),
+    ],
+    ids=repr,
 )
 def test_other_errors_of_the_closure_pass_unchanged(name: str, error: Exception) -> None:
     def loss() -> Tensor:

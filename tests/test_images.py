@@ -31,9 +31,24 @@ from psgd_lit.experiments.image_data import (
     kept_images,
     load_images,
 )
-from psgd_lit.experiments.images import IMAGE_PROBLEMS, ImageProblem, place, random_warp, shifted_view, warp
+from psgd_lit.experiments.images import (
+    IMAGE_PROBLEMS,
+    ImageProblem,
+    place,
+    random_warp,
+    shifted_view,
+    warp,
+)
 from psgd_lit.experiments.methods import METHODS, make_optimizer, step_size
-from psgd_lit.experiments.runner import CATALOGUE, Run, Store, Training, load_results, pack, unpack
+from psgd_lit.experiments.runner import (
+    CATALOGUE,
+    Run,
+    Store,
+    Training,
+    load_results,
+    pack,
+    unpack,
+)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -88,7 +103,18 @@ def test_mnist() -> None:
     images = published("mnist")
     assert images.x_train.shape == (60_000, 1, 28, 28)
     assert images.x_test.shape == (10_000, 1, 28, 28)
-    assert images.y_train.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert images.y_train.bincount().tolist() == [
+        5923,
+        6742,
+        5958,
+        6131,
+        5842,
+        5421,
+        5918,
+        6265,
+        5851,
+        5949,
+    ]
     assert images.x_train.dtype == torch.uint8
     few = load_digits()
     for digit in range(10):
@@ -104,7 +130,13 @@ def test_cifar10() -> None:
     assert images.x_test.shape == (10_000, 3, 32, 32)
     assert images.y_train.bincount().tolist() == [5000] * 10
     assert images.y_test.bincount().tolist() == [1000] * 10
-    assert images.y_train[:5].tolist() == [6, 9, 9, 4, 1]  # a frog, two trucks, a deer, an automobile
+    assert images.y_train[:5].tolist() == [
+        6,
+        9,
+        9,
+        4,
+        1,
+    ]  # a frog, two trucks, a deer, an automobile
 
 
 # Which files are read --------------------------------------------------------------------------------------------
@@ -253,7 +285,14 @@ def test_pickles_run_nothing(thing: Any) -> None:
 # What a step sees ------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 5), st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.integers(0, 4), st.data())
+@given(
+    st.integers(0, 5),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(0, 4),
+    st.data(),
+)
 def test_place(count: int, colours: int, height: int, width: int, margin: int, data: st.DataObject) -> None:
     """A canvas holds the image at its place and zeros elsewhere, for all shapes."""
     side = max(height, width) + margin
@@ -267,13 +306,23 @@ def test_place(count: int, colours: int, height: int, width: int, margin: int, d
     assert torch.equal(place(images, *where, side), expected)
 
 
-@given(st.integers(2, 7), st.integers(2, 7), st.floats(0.5, 1.5), st.floats(0.5, 1.5), st.floats(-0.3, 0.3))
+@given(
+    st.integers(2, 7),
+    st.integers(2, 7),
+    st.floats(0.5, 1.5),
+    st.floats(0.5, 1.5),
+    st.floats(-0.3, 0.3),
+)
 def test_warp(height: int, width: int, down: float, right: float, shift: float) -> None:
     """Coordinates of pixels, as colours, come out as the affine map says, up to the border."""
     dtype = torch.float64
     rows, columns = torch.meshgrid(torch.arange(height, dtype=dtype), torch.arange(width, dtype=dtype), indexing="ij")
     images = torch.stack([rows, columns])[None]
-    seen = warp(images, torch.tensor([[down, right]], dtype=dtype), torch.tensor([[shift, -shift]], dtype=dtype))[0]
+    seen = warp(
+        images,
+        torch.tensor([[down, right]], dtype=dtype),
+        torch.tensor([[shift, -shift]], dtype=dtype),
+    )[0]
     middle = ((height - 1) / 2, (width - 1) / 2)
     for axis, (size, scale, step) in enumerate([(height, down, shift), (width, right, -shift)]):
         at = (rows, columns)[axis]
@@ -325,7 +374,13 @@ def test_tests_are_not_shifted(small_problems: None) -> None:
 @pytest.mark.parametrize("name", first(1, ["mnist_cnn", *(name for name in IMAGE_PROBLEMS if name != "mnist_cnn")]))
 def test_resume_is_bit_equal(name: str, method: str, small_problems: None) -> None:
     """Packed and unpacked, a run on images goes on with the same bits, and its loss is a number."""
-    run = Run(name, method, seed=3, steps=3, settings={"lr_preconditioner": 0.1} if method == "kron" else {})
+    run = Run(
+        name,
+        method,
+        seed=3,
+        steps=3,
+        settings={"lr_preconditioner": 0.1} if method == "kron" else {},
+    )
     whole, half, rest = Training(run), Training(run), Training(run)
     start = whole.params[0].detach().clone()
     half.step()
@@ -356,7 +411,13 @@ def test_settings_of_the_author(name: str) -> None:
 
 def words(store: Store, line: str) -> list[str]:
     """A command line with the folders of a store."""
-    return ["--results", str(store.results), "--checkpoints", str(store.checkpoints), *line.split()]
+    return [
+        "--results",
+        str(store.results),
+        "--checkpoints",
+        str(store.checkpoints),
+        *line.split(),
+    ]
 
 
 def test_command_line(small_problems: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,7 +445,10 @@ def test_command_line(small_problems: None, tmp_path: Path, capsys: pytest.Captu
         ("run cifar_autoencoder --method sgd", "the images 'cifar10' are not in "),
         ("tuned autoencoder --method sgd --allow-dirty", "the images 'cifar10' are not in "),
         ("tuned mnist --method ada --allow-dirty", "unknown method 'ada'"),
-        ("tuned mnst --method kron --allow-dirty", "unknown comparison 'mnst'; there are mnist, "),
+        (
+            "tuned mnst --method kron --allow-dirty",
+            "unknown comparison 'mnst'; there are mnist, ",
+        ),
         ("run mnist_cnn --method kron --length 5", "mnist_cnn has no length, and 5 was given"),
     ],
 )

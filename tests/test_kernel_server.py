@@ -65,7 +65,10 @@ def test_no_random_number_is_shared(kernels: None, tmp_path: Path) -> None:
 
 def test_figures_and_subprocesses_are_as_in_a_plain_kernel(kernels: None, tmp_path: Path) -> None:
     """The backend of matplotlib, the number of threads, and the end of a subprocess."""
-    cells = ["import matplotlib\nmatplotlib.get_backend()", "import torch\ntorch.get_num_threads()"]
+    cells = [
+        "import matplotlib\nmatplotlib.get_backend()",
+        "import torch\ntorch.get_num_threads()",
+    ]
     cells += ["import subprocess, sys\nsubprocess.run([sys.executable, '-c', ''], check=True).returncode"]
     plain = v4.new_notebook(cells=[v4.new_code_cell(source) for source in cells])
     NotebookClient(plain, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
@@ -95,12 +98,29 @@ def test_nbval_sees_what_is_wrong(tmp_path: Path) -> None:
     """A cell that prints what is stored passes; one that prints something else, or fails, fails."""
     cells = [
         v4.new_code_cell(source, execution_count=1, outputs=[v4.new_output("stream", text=text)])
-        for source, text in [("print(1)", "1\n"), ("print(1)", "2\n"), ("print(1)\n1 / 0", "1\n")]
+        for source, text in [
+            ("print(1)", "1\n"),
+            ("print(1)", "2\n"),
+            ("print(1)\n1 / 0", "1\n"),
+        ]
     ]
     nbformat.write(v4.new_notebook(cells=cells, metadata=KERNEL), tmp_path / "a.ipynb")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "nbs.conftest", "-p", "no:cacheprovider", "--nbval"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "nbs.conftest",
+        "-p",
+        "no:cacheprovider",
+        "--nbval",
+    ]
     told = subprocess.run(
-        [*command, "--nbval-kernel-name", "forked", str(tmp_path / "a.ipynb")], cwd=ROOT, capture_output=True, text=True
+        [*command, "--nbval-kernel-name", "forked", str(tmp_path / "a.ipynb")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert "2 failed, 1 passed" in told.stdout
     assert "ZeroDivisionError" in told.stdout
@@ -123,7 +143,10 @@ def test_the_server_says_that_it_could_not_serve(monkeypatch: pytest.MonkeyPatch
     """A module that can't be imported is an error here, not a kernel that never answers."""
     before = dict(os.environ)
     monkeypatch.setattr(kernel_server.sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="the server of kernels ended"), kernel_server.serving():
+    with (
+        pytest.raises(RuntimeError, match="the server of kernels ended"),
+        kernel_server.serving(),
+    ):
         pass
     assert dict(os.environ) == before
 

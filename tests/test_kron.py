@@ -18,7 +18,14 @@ from torch import Tensor
 from psgd_lit.blocks import leaves
 from psgd_lit.buckets import map_leaves
 from psgd_lit.groups.diagonal import Diagonal
-from psgd_lit.groups.kron import Kron, act_along, kronecker_product, levelling_shifts, power_of_two, unfold
+from psgd_lit.groups.kron import (
+    Kron,
+    act_along,
+    kronecker_product,
+    levelling_shifts,
+    power_of_two,
+    unfold,
+)
 from psgd_lit.groups.protocol import Group, State
 from psgd_lit.groups.triangular import Triangular
 
@@ -211,7 +218,12 @@ def test_numel_is_table_1():
 
 
 @few
-@given(case=krons(smallest=1), bad=st.sampled_from([0.0, torch.nan, torch.inf, -torch.inf]), seed=SEEDS, dtype=DTYPES)
+@given(
+    case=krons(smallest=1),
+    bad=st.sampled_from([0.0, torch.nan, torch.inf, -torch.inf]),
+    seed=SEEDS,
+    dtype=DTYPES,
+)
 def test_zero_and_bad_pairs_leave_every_bit(case, bad, seed, dtype):
     group, shape = case
     Q = learned(group, shape, (2,), seed, dtype)
@@ -297,13 +309,22 @@ def test_powers_of_two_are_exact(dtype, lowest, highest):
 
 
 @few
-@given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=5), k=COLUMNS, batch=BATCHES, seed=SEEDS)
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    k=COLUMNS,
+    batch=BATCHES,
+    seed=SEEDS,
+)
 def test_unfolding_and_back(sizes, k, batch, seed):
     n = math.prod(sizes)
     x = normal(*batch, n, k, seed=seed)
     for i, size in enumerate(sizes):
         columns = unfold(x, sizes, i)
-        assert columns.shape == (*batch, size, n // size * k if size else math.prod(sizes[:i] + sizes[i + 1 :]) * k)
+        assert columns.shape == (
+            *batch,
+            size,
+            n // size * k if size else math.prod(sizes[:i] + sizes[i + 1 :]) * k,
+        )
         gram = columns @ columns.mT
         left, right = math.prod(sizes[:i]), math.prod(sizes[i + 1 :]) * k
         lines = x.reshape(*batch, left, size, right)
@@ -330,7 +351,12 @@ def test_never_leaves_the_group(group, shape):
 
 @pytest.mark.parametrize(
     ("group", "shape"),
-    [(Kron(T, T), (2, 3)), (Kron(T, D), (3, 2)), (Kron(T, D, T), (2, 2, 2)), (Kron(T, Kron(T, D)), (2, (1, 3)))],
+    [
+        (Kron(T, T), (2, 3)),
+        (Kron(T, D), (3, 2)),
+        (Kron(T, D, T), (2, 2, 2)),
+        (Kron(T, Kron(T, D)), (2, (1, 3))),
+    ],
     ids=repr,
 )
 def test_long_runs_stay_balanced_and_finite(group, shape):
@@ -372,7 +398,11 @@ def test_without_balancing_the_factors_drift_apart():
 
 def test_learns_the_product_of_the_inverse_magnitudes():
     """Order 3, exact products with an indefinite H that is a Kronecker product: P H has eigenvalues +1 and -1."""
-    spectra = [torch.tensor([2.0, -0.5]), torch.tensor([1.0, 3.0, -0.3]), torch.tensor([0.7, -4.0])]
+    spectra = [
+        torch.tensor([2.0, -0.5]),
+        torch.tensor([1.0, 3.0, -0.3]),
+        torch.tensor([0.7, -4.0]),
+    ]
     parts = []
     for seed, spectrum in enumerate(spectra):
         axes = torch.linalg.qr(normal(len(spectrum), len(spectrum), seed=seed)).Q

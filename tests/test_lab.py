@@ -49,8 +49,17 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     notebook = v4.new_notebook(cells=[v4.new_code_cell(cell.strip()) for cell in CELLS])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
     nbformat.write(notebook, folder / "exhibits.ipynb")
-    options = ["--no-browser", "--allow-root", "--ServerApp.port=0", "--IdentityProvider.token=", "--LabApp.news_url="]
-    options += [f"--ServerApp.root_dir={folder}", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    options = [
+        "--no-browser",
+        "--allow-root",
+        "--ServerApp.port=0",
+        "--IdentityProvider.token=",
+        "--LabApp.news_url=",
+    ]
+    options += [
+        f"--ServerApp.root_dir={folder}",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]
     places = {name: str(folder / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")}
     log = folder / "log"
     with log.open("w") as out:

@@ -88,7 +88,10 @@ def test_signs_are_signs_of_every_type_and_hang_on_seed_and_step_alone() -> None
         parts = torch.view_as_real(v) if v.is_complex() else v
         assert v.shape == p.shape
         assert torch.equal(parts.abs(), torch.ones_like(parts))
-    again, other = draw_probes(kinds, 3, 4, "rademacher"), draw_probes(kinds, 3, 5, "rademacher")
+    again, other = (
+        draw_probes(kinds, 3, 4, "rademacher"),
+        draw_probes(kinds, 3, 5, "rademacher"),
+    )
     assert torch.equal(again[1], probes[1])
     assert not torch.equal(other[1], probes[1])
     assert len(random_signs(0, generator())) == 0

@@ -337,7 +337,10 @@ def test_tables_gate_fails() -> None:
         "the table of arguments has 0.1 for lr, whose default is 0.2",
         "the table of arguments lacks seed",
     ]
-    assert list(row_faults(["kron", "scan"], text)) == ['no row for "scan"', 'a row for "cron", which there is not']
+    assert list(row_faults(["kron", "scan"], text)) == [
+        'no row for "scan"',
+        'a row for "cron", which there is not',
+    ]
 
 
 def test_every_group_is_exported() -> None:
@@ -374,7 +377,7 @@ def imported(path: Path, package: Path) -> Iterator[str]:
             base = ".".join([*(here[:above] if node.level else []), *([node.module] if node.module else [])])
             for alias in node.names:
                 inner = f"{base}.{alias.name}".partition(".")[2]
-                yield f"{base}.{alias.name}" if base.startswith(package.name) and inner in known else base
+                yield (f"{base}.{alias.name}" if base.startswith(package.name) and inner in known else base)
 
 
 def may_import(module: str, other: str) -> bool:
@@ -412,18 +415,38 @@ def test_floors() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("hvp", "from psgd_lit.optim import PSGD", "psgd_lit.hvp (floor 0) imports psgd_lit.optim (floor 3)"),
-        ("hvp", "def f():\n    from . import optim", "psgd_lit.hvp (floor 0) imports psgd_lit.optim (floor 3)"),
+        (
+            "hvp",
+            "from psgd_lit.optim import PSGD",
+            "psgd_lit.hvp (floor 0) imports psgd_lit.optim (floor 3)",
+        ),
+        (
+            "hvp",
+            "def f():\n    from . import optim",
+            "psgd_lit.hvp (floor 0) imports psgd_lit.optim (floor 3)",
+        ),
         ("hvp", "import psgd_lit", "psgd_lit.hvp (floor 0) imports psgd_lit (floor 7)"),
         (
             "hvp",
             "from .groups.protocol import Group",
             "psgd_lit.hvp (floor 0) imports psgd_lit.groups.protocol (floor 0)",
         ),
-        ("optim", "from .viz import COLOURS", "psgd_lit.optim (floor 3) imports psgd_lit.viz (floor None)"),
-        ("criterion", "from .hvp import exact", "psgd_lit.criterion (floor None) imports psgd_lit.hvp (floor 0)"),
+        (
+            "optim",
+            "from .viz import COLOURS",
+            "psgd_lit.optim (floor 3) imports psgd_lit.viz (floor None)",
+        ),
+        (
+            "criterion",
+            "from .hvp import exact",
+            "psgd_lit.criterion (floor None) imports psgd_lit.hvp (floor 0)",
+        ),
         ("groups.diagonal", "from .kron import Kron", "imports psgd_lit.groups.kron (floor 0)"),
-        ("hvp", "import numpy as np", "psgd_lit.hvp imports numpy; torch is the only dependency"),
+        (
+            "hvp",
+            "import numpy as np",
+            "psgd_lit.hvp imports numpy; torch is the only dependency",
+        ),
         ("novelty", "", "psgd_lit.novelty: unknown module; give it a floor"),
         ("hvp", "import math\nfrom torch import Tensor", ""),
         ("optim", "from psgd_lit.groups.kron import Kron\nfrom .hvp import exact", ""),
@@ -465,7 +488,12 @@ def undocumented(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
 def untyped(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
     """The arguments of a function that have no type, and its result if that has none."""
     names = function.args
-    arguments = [*names.posonlyargs, *names.args, *names.kwonlyargs, *filter(None, (names.vararg, names.kwarg))]
+    arguments = [
+        *names.posonlyargs,
+        *names.args,
+        *names.kwonlyargs,
+        *filter(None, (names.vararg, names.kwarg)),
+    ]
     yield from (a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls"))
     if function.returns is None:
         yield "its result"

@@ -67,7 +67,12 @@ def open_page(window: Callable[..., Window], tmp_path: Path) -> Iterator[Opener]
         assert one.found == []
         assert one.requests == [one.page.url]
 
-    def opened(*names: str, theme: str = "light", settings: Mapping[str, Any] | None = None, **options: Any) -> Page:
+    def opened(
+        *names: str,
+        theme: str = "light",
+        settings: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Page:
         shown = [replace(exhibit(name), state={**exhibit(name).state, **(settings or {})}) for name in names]
         pages = [static_page(one.name, one.state, one.check) for one in shown]
         path = tmp_path / f"{len(used)}.html"
@@ -96,7 +101,8 @@ def get(page: Page, key: str) -> Any:
 def put(page: Page, **settings: Any) -> None:
     """Change settings of the first exhibit, as Python would."""
     page.evaluate(
-        "all => Object.entries(all).forEach(e => document.querySelector('[data-live]').model.set(...e))", settings
+        "all => Object.entries(all).forEach(e => document.querySelector('[data-live]').model.set(...e))",
+        settings,
     )
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 

@@ -95,8 +95,17 @@ def test_exhibits_share_no_code() -> None:
     """No two modules define a function of one name, but what each exhibit has: how it is drawn and compared."""
     seen: dict[str, str] = {}
     for path in MODULES:
-        text = re.sub(r"^import \{[^}]*\} from [^\n]*", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        functions = re.findall(r"^(?:export )?function (\w+)|^(?:export )?const (\w+) = [^=\n]*=>", text, re.MULTILINE)
+        text = re.sub(
+            r"^import \{[^}]*\} from [^\n]*",
+            "",
+            path.read_text(encoding="utf-8"),
+            flags=re.MULTILINE,
+        )
+        functions = re.findall(
+            r"^(?:export )?function (\w+)|^(?:export )?const (\w+) = [^=\n]*=>",
+            text,
+            re.MULTILINE,
+        )
         for name in filter(None, (a or b for a, b in functions)):
             if name in ("render", "check"):
                 continue

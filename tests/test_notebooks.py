@@ -76,7 +76,8 @@ def canonical_form(text: str) -> Iterator[str]:
     pairs = enumerate(zip(text.splitlines(), expected.splitlines(), strict=False), 1)
     if text != expected:
         where = next(
-            (f"line {number}: {one.strip()[:60]!r}" for number, (one, other) in pairs if one != other), "its end"
+            (f"line {number}: {one.strip()[:60]!r}" for number, (one, other) in pairs if one != other),
+            "its end",
         )
         yield f"not in the canonical form, first at {where}; say `make run NB=...`"
 
@@ -261,7 +262,11 @@ def test_numbers_gate(names: str, complaint: str, tmp_path: Path) -> None:
     [
         ("forms/01_x appendix/01_y", "none of it", ""),
         ("appendix/01_y forms/01_x", "none of it", "01_x.ipynb comes after the tools"),
-        ("forms/01_x appendix/01_y", "section II.B, equations (4) and (5)", "01_y.ipynb is about an equation"),
+        (
+            "forms/01_x appendix/01_y",
+            "section II.B, equations (4) and (5)",
+            "01_y.ipynb is about an equation",
+        ),
     ],
 )
 def test_tools_gate(names: str, paper: str, complaint: str) -> None:
@@ -281,7 +286,10 @@ def small_notebook() -> Any:
     cells = [
         v4.new_markdown_cell("# Title"),
         v4.new_code_cell("1 + 1", outputs=[v4.new_output("execute_result", {"text/plain": "2"})]),
-        v4.new_code_cell("show()", outputs=[v4.new_output("display_data", {"text/html": html, "image/png": frame})]),
+        v4.new_code_cell(
+            "show()",
+            outputs=[v4.new_output("display_data", {"text/html": html, "image/png": frame})],
+        ),
     ]
     return nbformat.reads(canonical(v4.new_notebook(cells=cells)), as_version=4)
 
@@ -314,16 +322,40 @@ def exhibit(pictures: list[str], words: list[str]) -> Callable[[Any], None]:
 
 
 SPOILED: list[tuple[Gate, Callable[[Any], None], str]] = [
-    (canonical_form, lambda nb: nb.metadata.update(kernelspec={"name": "mine", "display_name": "Mine"}), "canonical"),
-    (canonical_form, lambda nb: nb.cells[1].metadata.update(collapsed=True), "not in the canonical form"),
-    (canonical_form, lambda nb: nb.cells[1].update(execution_count=7), "not in the canonical form"),
+    (
+        canonical_form,
+        lambda nb: nb.metadata.update(kernelspec={"name": "mine", "display_name": "Mine"}),
+        "canonical",
+    ),
+    (
+        canonical_form,
+        lambda nb: nb.cells[1].metadata.update(collapsed=True),
+        "not in the canonical form",
+    ),
+    (
+        canonical_form,
+        lambda nb: nb.cells[1].update(execution_count=7),
+        "not in the canonical form",
+    ),
     (canonical_form, lambda nb: nb.cells[1].update(id="random"), "not in the canonical form"),
-    (canonical_form, add_output(output_type="stream", name="stderr", text="Warning!"), "refuses it"),
+    (
+        canonical_form,
+        add_output(output_type="stream", name="stderr", text="Warning!"),
+        "refuses it",
+    ),
     (run_cells, lambda nb: nb.cells[1].update(execution_count=None), "cell 2 was not run"),
     (run_cells, lambda nb: nb.cells[1].update(execution_count=7), "cell 2 was run as [7]"),
     (run_cells, lambda nb: nb.cells[1].update(source=" "), "cell 2 is empty"),
-    (run_cells, add_output(output_type="stream", name="stderr", text="Warning!"), "wrote to stderr: 'Warning!'"),
-    (run_cells, add_output(output_type="error", ename="NameError", evalue="x"), "failed with NameError"),
+    (
+        run_cells,
+        add_output(output_type="stream", name="stderr", text="Warning!"),
+        "wrote to stderr: 'Warning!'",
+    ),
+    (
+        run_cells,
+        add_output(output_type="error", ename="NameError", evalue="x"),
+        "failed with NameError",
+    ),
     (traces, spoil_result("saved to /home/me/model.pt"), "an absolute path"),
     (traces, spoil_result(r"saved to C:\Users\me"), "an absolute path"),
     (traces, spoil_result("'.venv/lib/torch'"), "an absolute path"),
@@ -334,17 +366,49 @@ SPOILED: list[tuple[Gate, Callable[[Any], None], str]] = [
     (traces, spoil_result("on 2026-03-01"), "a date"),
     (traces, spoil_result("March 1, 2026"), "a date"),
     (traces, spoil_result(" 50%|████     | 5/10"), "a progress bar"),
-    (traces, add_output(output_type="display_data", data={"text/html": "<p>took 3 seconds</p>"}), "a time"),
-    (traces, add_output(output_type="stream", name="stdout", text="in /tmp/x"), "an absolute path"),
-    (sizes, lambda nb: nb.cells.append(v4.new_markdown_cell("x" * NOTEBOOK_BYTES)), "2,000,000 are the limit"),
+    (
+        traces,
+        add_output(output_type="display_data", data={"text/html": "<p>took 3 seconds</p>"}),
+        "a time",
+    ),
+    (
+        traces,
+        add_output(output_type="stream", name="stdout", text="in /tmp/x"),
+        "an absolute path",
+    ),
+    (
+        sizes,
+        lambda nb: nb.cells.append(v4.new_markdown_cell("x" * NOTEBOOK_BYTES)),
+        "2,000,000 are the limit",
+    ),
     (sizes, heavy("image/png"), "a picture of 160,001 bytes"),
     (sizes, heavy("text/html"), "a picture of 160,001 bytes"),
-    (frames, exhibit(["a", "b", "a"], ["One.", "Two.", "Three."]), "3 frames, and 2 of them differ"),
-    (frames, exhibit(["a", "b"], ["One.", "k = 2: not yet run."]), "a frame says 'k = 2: not yet run.'"),
-    (frames, exhibit(["a", "b"], ["One.", "Picture for k 2"]), "a frame says 'Picture for k 2'"),
-    (opt_outs, lambda nb: nb.cells[1].update(source="# NBVAL_IGNORE_OUTPUT\n1 + 1"), "NBVAL_IGNORE_OUTPUT"),
+    (
+        frames,
+        exhibit(["a", "b", "a"], ["One.", "Two.", "Three."]),
+        "3 frames, and 2 of them differ",
+    ),
+    (
+        frames,
+        exhibit(["a", "b"], ["One.", "k = 2: not yet run."]),
+        "a frame says 'k = 2: not yet run.'",
+    ),
+    (
+        frames,
+        exhibit(["a", "b"], ["One.", "Picture for k 2"]),
+        "a frame says 'Picture for k 2'",
+    ),
+    (
+        opt_outs,
+        lambda nb: nb.cells[1].update(source="# NBVAL_IGNORE_OUTPUT\n1 + 1"),
+        "NBVAL_IGNORE_OUTPUT",
+    ),
     (opt_outs, lambda nb: nb.cells[1].metadata.update(tags=["nbval-skip"]), "nbval-skip"),
-    (opt_outs, lambda nb: nb.cells[1].metadata.update(tags=["raises-exception"]), "raises-exception"),
+    (
+        opt_outs,
+        lambda nb: nb.cells[1].metadata.update(tags=["raises-exception"]),
+        "raises-exception",
+    ),
 ]
 
 
@@ -364,7 +428,8 @@ def test_spoiled_notebook(gate: Gate, spoil: Callable[[Any], None], complaint: s
 
 
 @pytest.mark.parametrize(
-    "shown", ["a 0.5 step, 3 steps", "x[1:10]", "see https://example.com/home/x", "1/2 or 3/4", "P > 0"]
+    "shown",
+    ["a 0.5 step, 3 steps", "x[1:10]", "see https://example.com/home/x", "1/2 or 3/4", "P > 0"],
 )
 def test_harmless_outputs(shown: str) -> None:
     """What only looks like a trace is let through."""
@@ -390,7 +455,10 @@ def test_readme() -> None:
 def test_readme_gate_fails(tmp_path: Path) -> None:
     """A README that was edited by hand is seen."""
     index = tmp_path / "index.ipynb"
-    nbformat.write(v4.new_notebook(cells=[v4.new_markdown_cell("# Title", metadata={"tags": ["readme"]})]), index)
+    nbformat.write(
+        v4.new_notebook(cells=[v4.new_markdown_cell("# Title", metadata={"tags": ["readme"]})]),
+        index,
+    )
     assert list(readme_differs(readme(index), index)) == []
     assert list(readme_differs(readme(index) + "More.\n", index)) != []
 
@@ -403,7 +471,11 @@ def targets(makefile: str) -> list[str]:
 def unlisted_targets(makefile: Path) -> Iterator[str]:
     """`make help` lists every phony target with a few words."""
     listed = subprocess.run(
-        ["make", "-f", str(makefile), "help"], cwd=makefile.parent, capture_output=True, text=True, check=True
+        ["make", "-f", str(makefile), "help"],
+        cwd=makefile.parent,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for target in targets(makefile.read_text()):
         if not re.search(rf"^ *make {target} +\w.+", listed.stdout, re.MULTILINE):
@@ -451,8 +523,16 @@ def test_check_leaves_nothing_out() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("--dist load tests", '--dist load -m "not slow" tests', "`make check` runs pytest with -m"),
-        ("$(PARALLEL) nbs", "--changed $(PARALLEL) nbs", "`make check` runs pytest with --changed"),
+        (
+            "--dist load tests",
+            '--dist load -m "not slow" tests',
+            "`make check` runs pytest with -m",
+        ),
+        (
+            "$(PARALLEL) nbs",
+            "--changed $(PARALLEL) nbs",
+            "`make check` runs pytest with --changed",
+        ),
         ("$(PARALLEL) nbs", "$(PARALLEL)", "`make check` doesn't run nbs"),
         ("lint book notebooks", "lint book", "`make check` doesn't run nbs"),
     ],

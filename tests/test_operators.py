@@ -75,18 +75,31 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "RNNCell": (partial(nn.RNNCell, 3, 4), (2, 3)),
     "LSTMCell": (partial(nn.LSTMCell, 3, 4), (2, 3)),
     "GRUCell": (partial(nn.GRUCell, 3, 4), (2, 3)),
-    "MultiheadAttention": (lambda: Apply(lambda x, a: a(x, x, x), a=nn.MultiheadAttention(4, 2)), (5, 2, 4)),
-    "TransformerEncoderLayer": (partial(nn.TransformerEncoderLayer, 4, 2, 8, dropout=0.0), (5, 2, 4)),
+    "MultiheadAttention": (
+        lambda: Apply(lambda x, a: a(x, x, x), a=nn.MultiheadAttention(4, 2)),
+        (5, 2, 4),
+    ),
+    "TransformerEncoderLayer": (
+        partial(nn.TransformerEncoderLayer, 4, 2, 8, dropout=0.0),
+        (5, 2, 4),
+    ),
     "TransformerDecoderLayer": (
         lambda: Apply(lambda x, a: a(x, x), a=nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0)),
         (5, 2, 4),
     ),
     "spectral_norm": (lambda: normed.spectral_norm(nn.Linear(4, 3)).eval(), (5, 4)),
-    "orthogonal by exp": (lambda: normed.orthogonal(nn.Linear(4, 4), orthogonal_map="matrix_exp"), (5, 4)),
-    "orthogonal by cayley": (lambda: normed.orthogonal(nn.Linear(4, 4), orthogonal_map="cayley"), (5, 4)),
+    "orthogonal by exp": (
+        lambda: normed.orthogonal(nn.Linear(4, 4), orthogonal_map="matrix_exp"),
+        (5, 4),
+    ),
+    "orthogonal by cayley": (
+        lambda: normed.orthogonal(nn.Linear(4, 4), orthogonal_map="cayley"),
+        (5, 4),
+    ),
     "adaptive softmax": (
         lambda: Apply(
-            lambda x, a: a(x, torch.tensor([0, 3, 1, 5, 2])).loss, a=nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2, 4])
+            lambda x, a: a(x, torch.tensor([0, 3, 1, 5, 2])).loss,
+            a=nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2, 4]),
         ),
         (5, 4),
     ),
@@ -111,19 +124,39 @@ for k, side in ((1, (5,)), (2, (5, 5)), (3, (4, 4, 4))):
     LAYERS |= {
         f"{kind}{k}d": (partial(getattr(nn, f"{kind}{k}d"), *args), (2, 2, *side)) for kind, args in kinds.items()
     }
-    LAYERS[f"BatchNorm{k}d in eval"] = (lambda k=k: getattr(nn, f"BatchNorm{k}d")(2).eval(), (3, 2, *side))
-    for mode in {1: ("nearest", "linear"), 2: ("nearest", "bilinear", "bicubic"), 3: ("nearest", "trilinear")}[k]:
-        LAYERS[f"Upsample{k}d {mode}"] = (partial(nn.Upsample, scale_factor=2, mode=mode), (1, 2, *side))
+    LAYERS[f"BatchNorm{k}d in eval"] = (
+        lambda k=k: getattr(nn, f"BatchNorm{k}d")(2).eval(),
+        (3, 2, *side),
+    )
+    for mode in {
+        1: ("nearest", "linear"),
+        2: ("nearest", "bilinear", "bicubic"),
+        3: ("nearest", "trilinear"),
+    }[k]:
+        LAYERS[f"Upsample{k}d {mode}"] = (
+            partial(nn.Upsample, scale_factor=2, mode=mode),
+            (1, 2, *side),
+        )
 for k in (2, 3):
     samples = torch.full((2, 2, k), 0.3, dtype=D)
     make = partial(getattr(nn, f"FractionalMaxPool{k}d"), 2, output_size=2, _random_samples=samples)
     LAYERS[f"FractionalMaxPool{k}d"] = (make, (2, 2, *(5,) * k))
 for dim in (0, 1, None):
-    LAYERS[f"weight_norm over {dim}"] = (lambda dim=dim: normed.weight_norm(nn.Linear(4, 3), dim=dim), (5, 4))
-    LAYERS[f"old weight_norm over {dim}"] = (lambda dim=dim: nn.utils.weight_norm(nn.Linear(4, 3), dim=dim), (5, 4))
+    LAYERS[f"weight_norm over {dim}"] = (
+        lambda dim=dim: normed.weight_norm(nn.Linear(4, 3), dim=dim),
+        (5, 4),
+    )
+    LAYERS[f"old weight_norm over {dim}"] = (
+        lambda dim=dim: nn.utils.weight_norm(nn.Linear(4, 3), dim=dim),
+        (5, 4),
+    )
 LAYERS["weight_norm of Conv2d"] = (lambda: normed.weight_norm(nn.Conv2d(2, 3, 2)), (1, 2, 4, 4))
 PLACES = torch.tensor([[0, 2, 1], [2, 2, 0]])
-for name, settings in {"": {}, " by frequency": {"scale_grad_by_freq": True}, " padded": {"padding_idx": 0}}.items():
+for name, settings in {
+    "": {},
+    " by frequency": {"scale_grad_by_freq": True},
+    " padded": {"padding_idx": 0},
+}.items():
     LAYERS[f"Embedding{name}"] = (
         lambda settings=settings: Apply(lambda x, e: e(PLACES) * x, e=nn.Embedding(4, 3, **settings)),
         (2, 3, 3),
@@ -134,7 +167,11 @@ for mode in ("sum", "mean", "max"):
         (2, 3),
     )
 
-Y, CLASSES, SIGNS = normal(5, 4, seed=8), torch.tensor([0, 2, 1, 3, 0]), torch.tensor([1.0, -1, 1, -1, 1], dtype=D)
+Y, CLASSES, SIGNS = (
+    normal(5, 4, seed=8),
+    torch.tensor([0, 2, 1, 3, 0]),
+    torch.tensor([1.0, -1, 1, -1, 1], dtype=D),
+)
 LOSSES: dict[str, Function] = {
     "l1": lambda x: F.l1_loss(x, Y),
     "mse": lambda x: F.mse_loss(x, Y),
@@ -187,15 +224,24 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
     "cosine_similarity": (lambda x: F.cosine_similarity(x[0], x[1], dim=-1), (2, 3, 4)),
     "pairwise_distance": (lambda x: F.pairwise_distance(x[0], x[1]), (2, 3, 4)),
     "cdist": (lambda x: torch.cdist(x[0], x[1]), (2, 3, 4)),
-    "cdist by products": (lambda x: torch.cdist(x[0], x[1], compute_mode="use_mm_for_euclid_dist"), (2, 3, 4)),
+    "cdist by products": (
+        lambda x: torch.cdist(x[0], x[1], compute_mode="use_mm_for_euclid_dist"),
+        (2, 3, 4),
+    ),
     "pdist": (F.pdist, (3, 4)),
     "normalize": (F.normalize, (3, 4)),
     "gumbel_softmax": (F.gumbel_softmax, (3, 4)),
     "affine_grid": (lambda x: F.affine_grid(x, [1, 2, 3, 3], align_corners=False), (1, 2, 3)),
     "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), (1, 2, 5, 4)),
     "interpolate area": (lambda x: F.interpolate(x, size=3, mode="area"), (1, 2, 4, 4)),
-    "interpolate antialias": (lambda x: F.interpolate(x, size=3, mode="bicubic", antialias=True), (1, 2, 4, 4)),
-    "max_unpool": (lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), (1, 2, 6)),
+    "interpolate antialias": (
+        lambda x: F.interpolate(x, size=3, mode="bicubic", antialias=True),
+        (1, 2, 4, 4),
+    ),
+    "max_unpool": (
+        lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2),
+        (1, 2, 6),
+    ),
     "_weight_norm": (lambda x: torch._weight_norm(x, x[:, :1].abs() + 1, 0), (3, 4)),
     "renorm": (lambda x: torch.renorm(x, 2, 0, 1.0), (3, 4)),
     "rfft": (lambda x: torch.fft.rfft(x).abs(), (3, 5)),
@@ -205,7 +251,10 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
     "scatter_add": (lambda x: torch.scatter_add(x.sin(), 1, ROWS, x), (3, 4)),
     "index_add": (lambda x: x.index_add(1, ROWS[0], x.sin()), (3, 4)),
     "index_reduce": (lambda x: x.index_reduce(1, ROWS[0], x.sin(), "prod"), (3, 4)),
-    "segment_reduce": (lambda x: torch.segment_reduce(x, "mean", lengths=torch.tensor([1, 2])), (3, 4)),
+    "segment_reduce": (
+        lambda x: torch.segment_reduce(x, "mean", lengths=torch.tensor([1, 2])),
+        (3, 4),
+    ),
     "gather": (lambda x: x.gather(1, ROWS), (3, 4)),
     "topk": (lambda x: x.topk(2)[0], (3, 4)),
     "pow": (lambda x: x.exp().pow(x), (3, 4)),
@@ -217,20 +266,32 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
     "cross": (lambda x: torch.linalg.cross(x[:, :3], x[:, 1:]), (3, 4)),
     "einsum": (lambda x: torch.einsum("ij,ik,il->jkl", x, x, x), (3, 4)),
     "baddbmm": (lambda x: torch.baddbmm(x[None], x[None] @ x.T, x[None]), (3, 4)),
-    "prod with a zero": (lambda x: (x * torch.tensor([0.0, 1, 1, 1], dtype=D)).prod(-1), (3, 4)),
+    "prod with a zero": (
+        lambda x: (x * torch.tensor([0.0, 1, 1, 1], dtype=D)).prod(-1),
+        (3, 4),
+    ),
     "det": (lambda x: torch.linalg.det(positive(x)), (3, 4)),
     "slogdet": (lambda x: torch.linalg.slogdet(positive(x))[1], (3, 4)),
     "inv": (lambda x: torch.linalg.inv(positive(x)), (3, 4)),
     "pinv": (torch.linalg.pinv, (3, 4)),
     "cholesky": (lambda x: torch.linalg.cholesky(positive(x)), (3, 4)),
-    "cholesky_inverse": (lambda x: torch.cholesky_inverse(torch.linalg.cholesky(positive(x))), (3, 4)),
-    "cholesky_solve": (lambda x: torch.cholesky_solve(x, torch.linalg.cholesky(positive(x))), (3, 4)),
+    "cholesky_inverse": (
+        lambda x: torch.cholesky_inverse(torch.linalg.cholesky(positive(x))),
+        (3, 4),
+    ),
+    "cholesky_solve": (
+        lambda x: torch.cholesky_solve(x, torch.linalg.cholesky(positive(x))),
+        (3, 4),
+    ),
     "solve": (lambda x: torch.linalg.solve(positive(x), x), (3, 4)),
     "solve_triangular": (
         lambda x: torch.linalg.solve_triangular(torch.linalg.cholesky(positive(x)), x, upper=False),
         (3, 4),
     ),
-    "lu_solve": (lambda x: torch.linalg.lu_solve(*torch.linalg.lu_factor(positive(x)), x), (3, 4)),
+    "lu_solve": (
+        lambda x: torch.linalg.lu_solve(*torch.linalg.lu_factor(positive(x)), x),
+        (3, 4),
+    ),
     "lstsq": (lambda x: torch.linalg.lstsq(x.mT, normal(4, 2)).solution, (3, 4)),
     "eigvalsh": (lambda x: torch.linalg.eigvalsh(positive(x)), (3, 4)),
     "eigh": (lambda x: torch.linalg.eigh(positive(x))[1].abs(), (3, 4)),
@@ -246,7 +307,10 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
 }
 for mode in ("bilinear", "nearest", "bicubic"):
     for padding in ("zeros", "border", "reflection"):
-        FUNCTIONS[f"grid_sample {mode} {padding}"] = (partial(grid_sample, mode=mode, padding_mode=padding), GRID)
+        FUNCTIONS[f"grid_sample {mode} {padding}"] = (
+            partial(grid_sample, mode=mode, padding_mode=padding),
+            GRID,
+        )
 for reduction in ("sum", "prod", "mean", "amax", "amin"):
     FUNCTIONS[f"scatter_reduce {reduction}"] = (
         lambda x, reduction=reduction: torch.scatter_reduce(x.sin(), 1, ROWS, x, reduction),

@@ -54,7 +54,10 @@ def test_init_scale_is_that_of_q():
 def test_clipping_bounds_the_whole_step():
     """Over all parameters and groups, by one factor; what is shorter stays as it is."""
     net, free = network(), network()
-    groups = [{"params": net[0].parameters(), "preconditioner": "diagonal"}, {"params": net[2].parameters()}]
+    groups = [
+        {"params": net[0].parameters(), "preconditioner": "diagonal"},
+        {"params": net[2].parameters()},
+    ]
     opt = PSGD(groups, lr=0.5, max_norm=0.01, init_scale=1.0)
     other = PSGD(
         [{**g, "params": layer.parameters()} for g, layer in zip(groups, (free[0], free[2]), strict=True)],
@@ -90,7 +93,13 @@ def test_momentum_is_a_mean_at_first_and_keeps_the_size_of_a_step():
 def test_maximizing_is_minimizing_the_negative(name):
     """Bit for bit, with damping too: gradient and product change their sign before it is added."""
     net, twin = network(), network()
-    kind: dict[str, Any] = {"lr": 0.02, "preconditioner": name, "damping": 0.1, "momentum": 0.5, "weight_decay": 0.1}
+    kind: dict[str, Any] = {
+        "lr": 0.02,
+        "preconditioner": name,
+        "damping": 0.1,
+        "momentum": 0.5,
+        "weight_decay": 0.1,
+    }
     opt, other = PSGD(net.parameters(), **kind, maximize=True), PSGD(twin.parameters(), **kind)
     for _ in range(4):
         opt.step(lambda: -loss_of(net))
@@ -103,7 +112,14 @@ def test_damping_bounds_p(kind):
     """Where there is no curvature P tends to 1 / lambda, so that Q has a finite place to go."""
     x = torch.zeros(4, dtype=D, requires_grad=True)
     damping = 0.5
-    opt = PSGD([x], lr=0.0, preconditioner="diagonal", damping=damping, damping_kind=kind, lr_preconditioner=0.05)
+    opt = PSGD(
+        [x],
+        lr=0.0,
+        preconditioner="diagonal",
+        damping=damping,
+        damping_kind=kind,
+        lr_preconditioner=0.05,
+    )
     for _ in range(400):
         opt.step(lambda: x.sum())
     Q = Diagonal().matrix(opt.state[x]["Q"])[0]
@@ -114,7 +130,14 @@ def test_damping_bounds_p(kind):
 def test_whitening_normalizes_gradients():
     """P tends to the inverse of the gradient's deviation, whatever the loss."""
     x = torch.zeros(3, dtype=D, requires_grad=True)
-    opt = PSGD([x], lr=0.0, preconditioner="diagonal", hvp="whiten", lr_preconditioner=0.1, update_every=1)
+    opt = PSGD(
+        [x],
+        lr=0.0,
+        preconditioner="diagonal",
+        hvp="whiten",
+        lr_preconditioner=0.1,
+        update_every=1,
+    )
     source, deviation = generator(), torch.tensor([0.1, 1.0, 10.0], dtype=D)
     total = torch.zeros(3, dtype=D)
     for t in range(1500):
@@ -150,8 +173,17 @@ def stack(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 def test_buckets_equal_one_by_one(name, hvp):
     """To the rounding of batched products, in double precision; with parameters that are missing and come back."""
     net, plain = stack(D), stack(D)
-    kind: dict[str, Any] = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01, "damping": 0.01, "hvp": hvp}
-    opt, other = PSGD(net.parameters(), preconditioner=name, **kind), one_by_one(plain, name, **kind)
+    kind: dict[str, Any] = {
+        "lr": 0.02,
+        "momentum": 0.5,
+        "weight_decay": 0.01,
+        "damping": 0.01,
+        "hvp": hvp,
+    }
+    opt, other = (
+        PSGD(net.parameters(), preconditioner=name, **kind),
+        one_by_one(plain, name, **kind),
+    )
     for t in range(8):
         for model in (net, plain):
             model[2].weight.requires_grad_(t not in (0, 4, 5))  # there at t = 1, frozen again for a while
@@ -174,7 +206,13 @@ def test_a_step_makes_as_many_operations_as_there_are_shapes():
         opt.step()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             opt.step()
-        heavy = ("aten::bmm", "aten::triangular_solve", "aten::linalg_solve_triangular", "aten::cumsum", "aten::triu")
+        heavy = (
+            "aten::bmm",
+            "aten::triangular_solve",
+            "aten::linalg_solve_triangular",
+            "aten::cumsum",
+            "aten::triu",
+        )
         return sum(event.count for event in profile.key_averages() if event.key in heavy)
 
     assert operations(2) == operations(8) > 0
@@ -213,13 +251,19 @@ def test_a_group_added_later_begins_the_schedule_anew(every):
     dues(opt, 200)
     opt.add_param_group({"params": list(net[2].parameters())})
     assert dues(opt, 10) == fresh[:10]
-    other = PSGD([{"params": list(net[0].parameters())}, {"params": list(net[2].parameters())}], update_every=every)
+    other = PSGD(
+        [{"params": list(net[0].parameters())}, {"params": list(net[2].parameters())}],
+        update_every=every,
+    )
     state = opt.state_dict()
     other.load_state_dict(state)
     assert dues(other, 20) == fresh[10:]
     for group in state["param_groups"]:
         del group["joined"]
-    old = PSGD([{"params": list(net[0].parameters())}, {"params": list(net[2].parameters())}], update_every=every)
+    old = PSGD(
+        [{"params": list(net[0].parameters())}, {"params": list(net[2].parameters())}],
+        update_every=every,
+    )
     old.load_state_dict(state)
     t = old.param_groups[0]["t"]
     assert old.due == (t % period(every, t) == 0)
@@ -289,7 +333,10 @@ def thawable(frozen: bool) -> tuple[list[Tensor], Any]:
     params = [torch.randn(n, 3, dtype=D, generator=source) for n in (2, 5, 4)]
     for i, p in enumerate(params):
         p.requires_grad_(not frozen or i != 1)
-    return params, lambda: (params[0] @ params[2].T).tanh().sum() + params[2].square().sum() + params[1].square().sum()
+    return (
+        params,
+        lambda: (params[0] @ params[2].T).tanh().sum() + params[2].square().sum() + params[1].square().sum(),
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -297,7 +344,13 @@ def thawable(frozen: bool) -> tuple[list[Tensor], Any]:
 def test_frozen_parameters_change_nothing_for_others(name, hvp):
     """The run is bit for bit that without them: no probe, no place in a flat block, no state, no line in the table."""
     (params, loss), (others, same_loss) = thawable(frozen=True), thawable(frozen=True)
-    kind: dict[str, Any] = {"lr": 0.02, "preconditioner": name, "hvp": hvp, "damping": 0.01, "momentum": 0.5}
+    kind: dict[str, Any] = {
+        "lr": 0.02,
+        "preconditioner": name,
+        "hvp": hvp,
+        "damping": 0.01,
+        "momentum": 0.5,
+    }
     opt, plain = PSGD(params, **kind), PSGD(others[::2], **kind)
     with quiet():
         for _ in range(4):
@@ -333,7 +386,10 @@ def test_probes_are_drawn_for_what_is_trained(monkeypatch):
 def test_dense_counts_what_is_trained():
     large = torch.zeros(30_000)
     table = PSGD([large, *thawable(True)[0][::2]], lr=0.1, preconditioner="dense").describe()
-    assert table.splitlines()[1].split()[-2:] == [str(18 * 19 // 2), str((18 * 18 + 18 + 2) * 8)]
+    assert table.splitlines()[1].split()[-2:] == [
+        str(18 * 19 // 2),
+        str((18 * 18 + 18 + 2) * 8),
+    ]
     with pytest.raises(ValueError, match="30000 parameters"):
         PSGD([large.requires_grad_()], lr=0.1, preconditioner="dense")
 
@@ -399,13 +455,35 @@ class BrokenError(Exception):
 @pytest.mark.parametrize("name", ["dense", "kron"])
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(Bucket, "fit"), (Bucket, "precondition"), (Bucket, "gather"), (Bucket, "scatter"), (Bucket, "__init__")]
-    + [(optim, x) for x in ("clip_factor", "damp", "average", "planned_move", "draw_by_parameter", "used_derivatives")],
+    [
+        (Bucket, "fit"),
+        (Bucket, "precondition"),
+        (Bucket, "gather"),
+        (Bucket, "scatter"),
+        (Bucket, "__init__"),
+    ]
+    + [
+        (optim, x)
+        for x in (
+            "clip_factor",
+            "damp",
+            "average",
+            "planned_move",
+            "draw_by_parameter",
+            "used_derivatives",
+        )
+    ],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_an_error_inside_a_step_leaves_nothing_half_done(monkeypatch, name, owner, method):
     """Whichever call it is that fails: all is as before, and after it the run is that without the error."""
-    kind: dict[str, Any] = {"lr": 0.05, "preconditioner": name, "momentum": 0.5, "damping": 0.01, "weight_decay": 0.1}
+    kind: dict[str, Any] = {
+        "lr": 0.05,
+        "preconditioner": name,
+        "momentum": 0.5,
+        "damping": 0.01,
+        "weight_decay": 0.1,
+    }
     net, twin = network(), network()
     opt, other = PSGD(net.parameters(), **kind), PSGD(twin.parameters(), **kind)
     real = getattr(owner, method)
@@ -463,7 +541,13 @@ def test_a_preconditioner_by_name_group_and_rule():
 def test_a_group_per_param_group_is_a_direct_sum():
     """Each part of the parameters has the preconditioner of its group, and that alone."""
     net = network()
-    opt = PSGD([{"params": net[0].parameters(), "preconditioner": "esgd"}, {"params": net[2].parameters()}], lr=0.02)
+    opt = PSGD(
+        [
+            {"params": net[0].parameters(), "preconditioner": "esgd"},
+            {"params": net[2].parameters()},
+        ],
+        lr=0.02,
+    )
     first = loss_of(net)
     for _ in range(5):
         opt.step(lambda: loss_of(net))
@@ -497,7 +581,16 @@ def test_describe_counts_what_a_step_makes(name):
 
 
 def test_period_of_the_paper():
-    assert [period("log10", t) for t in (0, 1, 9, 10, 99, 100, 1000, 999_999)] == [1, 1, 1, 1, 1, 2, 3, 5]
+    assert [period("log10", t) for t in (0, 1, 9, 10, 99, 100, 1000, 999_999)] == [
+        1,
+        1,
+        1,
+        1,
+        1,
+        2,
+        3,
+        5,
+    ]
     assert period(lambda t: t + 1, 4) == 5
 
 
@@ -532,7 +625,14 @@ def test_the_step_size_of_q_may_change_between_steps():
 def test_the_loss_of_rosenbrock_goes_to_zero():
     """From the start of the class's example, and to its end."""
     x = torch.tensor([-1.0, 1.0], requires_grad=True)
-    opt = PSGD([x], lr=0.5, preconditioner="dense", lr_preconditioner=0.2, init_scale=0.1, update_every=1)
+    opt = PSGD(
+        [x],
+        lr=0.5,
+        preconditioner="dense",
+        lr_preconditioner=0.2,
+        init_scale=0.1,
+        update_every=1,
+    )
 
     def loss() -> Tensor:
         return 100 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2

@@ -224,7 +224,10 @@ def run_both(
     stream = normal(steps, len(H), 1, seed=7)
     for t, v in enumerate(stream):
         lr = 0.1 * 0.01 ** (t / steps)
-        ours, theirs = group.update(ours, v, H @ v, lr), update(psgd, group, theirs, v, H @ v, lr)
+        ours, theirs = (
+            group.update(ours, v, H @ v, lr),
+            update(psgd, group, theirs, v, H @ v, lr),
+        )
         if t >= steps // 2:
             Q, R = group.matrix(ours), group.matrix(theirs)
             yield Q.T @ Q, R.T @ R

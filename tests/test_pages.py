@@ -26,7 +26,16 @@ Gate = Callable[[Path, BeautifulSoup], Iterator[str]]
 PAGE_BYTES = 2_000_000
 LOADED = {"src", "srcset", "poster", "data", "background"}
 """Attributes with the address of something that a browser fetches by itself."""
-LOADING_LINKS = {"stylesheet", "icon", "shortcut", "preload", "prefetch", "modulepreload", "preconnect", "dns-prefetch"}
+LOADING_LINKS = {
+    "stylesheet",
+    "icon",
+    "shortcut",
+    "preload",
+    "prefetch",
+    "modulepreload",
+    "preconnect",
+    "dns-prefetch",
+}
 """Kinds of `<link>` that make a browser fetch something."""
 CSS_ADDRESS = re.compile(r"""@import\s+(?:url\()?\s*["']?([^"')\s;]+)|url\(\s*["']?([^"')]+)""")
 
@@ -167,7 +176,10 @@ def test_one_page_holds_the_book() -> None:
     page = html.parse(HTML / "book.html", html.HTMLParser(huge_tree=True, encoding="utf-8"))
     chapters = [section.get("id") for section in page.xpath("//main/article/section")]
     assert chapters == [prefix(path.relative_to(ROOT)) for path in pages()]
-    places, links = {*page.xpath("//@id | //@name")}, {*page.xpath("//article//@href | //article//@src")}
+    places, links = (
+        {*page.xpath("//@id | //@name")},
+        {*page.xpath("//article//@href | //article//@src")},
+    )
     assert [link for link in links if link.startswith("#") and link[1:] not in places] == []
     files = {unquote(urlsplit(link).path) for link in links if not urlsplit(link).scheme} - {""}
     assert [file for file in files if not (HTML / file).exists()] == []
@@ -222,7 +234,10 @@ def test_reference_has_every_public_name() -> None:
 
 def test_names_gate_fails() -> None:
     """A name and a method without an entry are seen, and an entry under an exported name is one."""
-    packages, found = (psgd_lit, psgd_lit.groups), {"psgd_lit.groups.Bordered", "psgd_lit.groups.Bordered.diagonal"}
+    packages, found = (
+        (psgd_lit, psgd_lit.groups),
+        {"psgd_lit.groups.Bordered", "psgd_lit.groups.Bordered.diagonal"},
+    )
     assert list(missing_entries(importlib.import_module("psgd_lit.groups.bordered"), packages, found)) == [
         "the reference lacks psgd_lit.groups.bordered.bordered_difference",
         "the reference lacks psgd_lit.groups.bordered.side_by_side",
@@ -260,31 +275,71 @@ GOOD = """<!doctype html><html><head>
 </article></body></html>"""
 
 SPOILED: list[tuple[Gate, str, str, str]] = [
-    (self_contained, "script.js", "https://cdn.example.com/script.js", "loads https://cdn.example.com/script.js"),
-    (self_contained, "script.js", "//cdn.example.com/script.js", "loads //cdn.example.com/script.js"),
+    (
+        self_contained,
+        "script.js",
+        "https://cdn.example.com/script.js",
+        "loads https://cdn.example.com/script.js",
+    ),
+    (
+        self_contained,
+        "script.js",
+        "//cdn.example.com/script.js",
+        "loads //cdn.example.com/script.js",
+    ),
     (
         self_contained,
         'href="style.css"',
         'href="https://fonts.example.com/a.css"',
         "loads https://fonts.example.com/a.css",
     ),
-    (self_contained, "data:image/png;base64,AAAA", "http://example.com/a.png", "loads http://example.com/a.png"),
+    (
+        self_contained,
+        "data:image/png;base64,AAAA",
+        "http://example.com/a.png",
+        "loads http://example.com/a.png",
+    ),
     (
         self_contained,
         "<h1>",
         '<style>@import "https://example.com/a.css";</style><h1>',
         "loads https://example.com/a.css",
     ),
-    (self_contained, "<h1>", '<h1 style="background: url(//example.com/a.png)">', "loads //example.com/a.png"),
-    (self_contained, "<h1>", '<iframe src="https://example.com/"></iframe><h1>', "loads https://example.com/"),
-    (self_contained, 'href="style.css"', 'href="fonts.css"', "fonts.css loads https://example.com/font.woff2"),
+    (
+        self_contained,
+        "<h1>",
+        '<h1 style="background: url(//example.com/a.png)">',
+        "loads //example.com/a.png",
+    ),
+    (
+        self_contained,
+        "<h1>",
+        '<iframe src="https://example.com/"></iframe><h1>',
+        "loads https://example.com/",
+    ),
+    (
+        self_contained,
+        'href="style.css"',
+        'href="fonts.css"',
+        "fonts.css loads https://example.com/font.woff2",
+    ),
     (links, "#top", "#bottom", "#bottom leads to a page without such an anchor"),
-    (links, "other.html#there", "other.html#here", "other.html#here leads to a page without such an anchor"),
+    (
+        links,
+        "other.html#there",
+        "other.html#here",
+        "other.html#here leads to a page without such an anchor",
+    ),
     (links, "other.html#there", "gone.html", "gone.html leads nowhere"),
     (links, "script.js", "gone.js", "gone.js is loaded and doesn't exist"),
     (size, "Title", "x" * PAGE_BYTES, "2,000,000 are the limit"),
     (alternatives, ' alt="A curve that falls."', "", "has the alternative ''"),
-    (alternatives, "A curve that falls.", "../figure.png", "has the alternative '../figure.png'"),
+    (
+        alternatives,
+        "A curve that falls.",
+        "../figure.png",
+        "has the alternative '../figure.png'",
+    ),
     (rendered, "Title", "#| export", "shows '#| export'"),
     (rendered, "Title", "{ref}`chap-lie`", "shows '{ref}`'"),
     (rendered, "Title", "{prf:ref}`thm-lie`", "shows '{prf:ref}`'"),

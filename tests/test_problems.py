@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from quick import examples
 from torch import Tensor
 
-from psgd_lit.problems import NoisyHessian, Quadratic, random_orthogonal, rosenbrock, with_spectrum
+from psgd_lit.problems import (
+    NoisyHessian,
+    Quadratic,
+    random_orthogonal,
+    rosenbrock,
+    with_spectrum,
+)
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(1, 7)
@@ -64,7 +70,11 @@ def test_rosenbrock_refuses_fewer_than_two_coordinates(shape: tuple[int, ...]) -
 # ------------------------------------------------------------------------------------------------ rotations and spectra
 
 
-@given(n=sizes, seed=seeds, dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
+@given(
+    n=sizes,
+    seed=seeds,
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+)
 @settings(max_examples=examples(30), deadline=None)
 def test_a_seed_means_one_orthogonal_matrix_in_every_dtype(n: int, seed: int, dtype: torch.dtype) -> None:
     U = random_orthogonal(n, generator=seeded(seed))
@@ -86,7 +96,11 @@ def test_one_dimension_has_both_signs() -> None:
     assert {random_orthogonal(1, generator=generator).item() for _ in range(20)} == {-1.0, 1.0}
 
 
-@given(eigenvalues=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=7), seed=seeds, dtype=dtypes)
+@given(
+    eigenvalues=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=7),
+    seed=seeds,
+    dtype=dtypes,
+)
 @settings(max_examples=examples(30), deadline=None)
 def test_with_spectrum_has_the_spectrum_and_exact_symmetry(
     eigenvalues: list[float], seed: int, dtype: torch.dtype
@@ -186,6 +200,9 @@ def test_second_moment_is_what_samples_average_to(n: int) -> None:
     k = 100_000
     noisy = NoisyHessian(with_spectrum(normal(n, seed=n), generator=seeded(n)), noise=0.5)
     v, h = noisy.sample(k, generator=seeded(n + 1))
-    for sample, expected in [(v, torch.eye(n, dtype=torch.float64)), (h, noisy.second_moment())]:
+    for sample, expected in [
+        (v, torch.eye(n, dtype=torch.float64)),
+        (h, noisy.second_moment()),
+    ]:
         products = torch.einsum("ik,jk->ijk", sample, sample)
         assert ((products.mean(-1) - expected).abs() < 5 * products.std(-1) / k**0.5).all()

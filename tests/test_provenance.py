@@ -56,7 +56,10 @@ def test_a_notebook_that_was_run_stands(tree: Path) -> None:
     assert not stands(tree)
 
 
-@pytest.mark.parametrize("name", ["psgd_lit/used.py", "psgd_lit/deep/core.py", "psgd_lit/table.txt", "constraints.txt"])
+@pytest.mark.parametrize(
+    "name",
+    ["psgd_lit/used.py", "psgd_lit/deep/core.py", "psgd_lit/table.txt", "constraints.txt"],
+)
 def test_what_it_depends_on_counts(tree: Path, name: str) -> None:
     """Code that is reached over other modules, the library's data, and the packages."""
     path = tree / name
@@ -112,7 +115,14 @@ def test_all_of_the_library_can_be_reached() -> None:
         if path.name != "_modidx.py"
     }
     found = reached(code, ROOT)
-    own = {"costs", "experiments.timing", "features", "later", "low_rank", "experiments.__main__"}
+    own = {
+        "costs",
+        "experiments.timing",
+        "features",
+        "later",
+        "low_rank",
+        "experiments.__main__",
+    }
     assert modules - found.keys() <= {f"psgd_lit.{name}" for name in own}
 
 

@@ -94,7 +94,12 @@ def test_page_agrees(page: Page) -> None:
 
 def test_every_choice_draws(page: Page) -> None:
     """Each control changes the picture, and what is chosen is said."""
-    for setting in ({"axis": "seconds"}, {"axis": "gradients"}, {"quantity": "training loss"}, {"span": 9}):
+    for setting in (
+        {"axis": "seconds"},
+        {"axis": "gradients"},
+        {"quantity": "training loss"},
+        {"span": 9},
+    ):
         before = pictures(page)
         put(page, **setting)
         assert pictures(page) != before
@@ -130,7 +135,10 @@ def test_agreement_can_fail(exhibit: Live, browser: Browser, tmp_path: Path) -> 
     check = json.loads(json.dumps(exhibit.check))
     check["cases"][1]["means"][7] *= 1 + 1e-6
     path = tmp_path / "page.html"
-    path.write_text(SHELL.format(theme="dark", body=static_page(exhibit.name, exhibit.state, check)), encoding="utf-8")
+    path.write_text(
+        SHELL.format(theme="dark", body=static_page(exhibit.name, exhibit.state, check)),
+        encoding="utf-8",
+    )
     page = browser.new_page()
     page.goto(path.as_uri())
     difference = page.locator(".lv-agrees[data-difference]").get_attribute("data-difference")

@@ -51,7 +51,13 @@ class NoReading(TorchDispatchMode):
 # Damping ---------------------------------------------------------------------------------------------------------
 
 
-@given(shapes=shapes, dtype=dtypes, seed=seeds, damping=dampings, kind=st.sampled_from(DAMPING_KINDS))
+@given(
+    shapes=shapes,
+    dtype=dtypes,
+    seed=seeds,
+    damping=dampings,
+    kind=st.sampled_from(DAMPING_KINDS),
+)
 @settings(max_examples=examples(60), deadline=None)
 def test_damp_adds_the_named_vector(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int, damping: float, kind: str
@@ -105,7 +111,10 @@ def test_parameters_must_match() -> None:
 
 @every_kind
 def test_damp_on_another_device_reads_and_moves_nothing(kind: str) -> None:
-    one, other = torch.empty(2, 3, device="meta"), torch.empty(4, device="meta", dtype=torch.float16)
+    one, other = (
+        torch.empty(2, 3, device="meta"),
+        torch.empty(4, device="meta", dtype=torch.float16),
+    )
     damped = damp([one, other], [one, other], [one, other], 0.1, kind)
     assert [(x.device.type, x.dtype, x.shape) for x in damped] == [
         ("meta", torch.float32, (2, 3)),
@@ -127,7 +136,11 @@ def test_nonconvex_damping_never_raises_p(seed: int, damping: float, n: int) -> 
 
 
 @every_kind
-@pytest.mark.parametrize("group", [Triangular(), Diagonal(), Equilibration(), Kron(Triangular(), Diagonal())], ids=repr)
+@pytest.mark.parametrize(
+    "group",
+    [Triangular(), Diagonal(), Equilibration(), Kron(Triangular(), Diagonal())],
+    ids=repr,
+)
 def test_a_dead_block_learns_one_over_damping(group: Group, kind: str) -> None:
     """Undamped it keeps its start; damped it comes to 1 / lambda, for every group and in float32."""
     source, shape = seeded(0), group.shape_for((2, 2))
@@ -182,7 +195,11 @@ def test_tensors_without_entries_or_length_are_not_clipped() -> None:
 
 
 def test_dtypes_mix_and_the_widest_counts() -> None:
-    tensors = [torch.tensor([3.0]).half(), torch.tensor(4.0), torch.tensor([12.0], dtype=torch.float64)]
+    tensors = [
+        torch.tensor([3.0]).half(),
+        torch.tensor(4.0),
+        torch.tensor([12.0], dtype=torch.float64),
+    ]
     factor = clip_factor(tensors, 1.0)
     assert factor.dtype == torch.float64
     assert factor == 1 / 13
@@ -219,7 +236,10 @@ def test_factor_is_free_of_units(seed: int, power: int) -> None:
 
 
 def test_clipping_reads_nothing_on_the_host_and_keeps_the_device() -> None:
-    tensors = [torch.empty(2, device="meta"), torch.empty(3, device="meta", dtype=torch.float64)]
+    tensors = [
+        torch.empty(2, device="meta"),
+        torch.empty(3, device="meta", dtype=torch.float64),
+    ]
     factor = clip_factor(tensors, 1.0)
     assert (factor.device.type, factor.dtype) == ("meta", torch.float64)
     with NoReading():

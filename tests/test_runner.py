@@ -93,7 +93,13 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def command(store: Store, line: str) -> list[str]:
     """The words of a command line with the folders of a store."""
-    words = ["--results", str(store.results), "--checkpoints", str(store.checkpoints), *line.split()]
+    words = [
+        "--results",
+        str(store.results),
+        "--checkpoints",
+        str(store.checkpoints),
+        *line.split(),
+    ]
     return [*words, "--allow-dirty"] if line.startswith("run") else words
 
 
@@ -176,7 +182,8 @@ train(Training({run!r}), store, save_every=0.05, allow_dirty=True)
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
 )
 def test_signal_leaves_a_checkpoint(store: Store, number: int, code: int) -> None:
     """Ctrl-C and a request to end leave checkpoint and result; nothing is drawn where nobody watches."""
@@ -347,7 +354,10 @@ def test_missing_checkpoint(store: Store, capsys: pytest.CaptureFixture[str]) ->
             "run xor_rnn --method sgd --set momentum=0.9",
             "sgd has no setting 'momentum'; it has batch, dtype, lr, max_norm",
         ),
-        ("run xor_rnn --method adam --set max_norm=1", "adam has no setting 'max_norm'; it has batch, beta1"),
+        (
+            "run xor_rnn --method adam --set max_norm=1",
+            "adam has no setting 'max_norm'; it has batch, beta1",
+        ),
         ("run xor_rnn --method kron --set seed=1", "kron has no setting 'seed'"),
         ("run xor_rnn --method kron --set lr=1 --set lr=2", "once a name"),
         ("run xor_rnn --method kron --set lr", "say NAME=VALUE"),
@@ -385,7 +395,14 @@ def test_two_processes(store: Store, capsys: pytest.CaptureFixture[str]) -> None
 
 def git(folder: Path, *words: str) -> None:
     """Run git in a folder, as somebody."""
-    somebody = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false"]
+    somebody = [
+        "-c",
+        "user.name=somebody",
+        "-c",
+        "user.email=somebody@example.org",
+        "-c",
+        "commit.gpgsign=false",
+    ]
     subprocess.run(["git", "-C", str(folder), *somebody, *words], check=True, capture_output=True)
 
 
@@ -419,7 +436,10 @@ def test_commit_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("commit", ["1234abc", "1234abc-dirty", None])
 def test_dirty_tree(
-    store: Store, commit: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: Store,
+    commit: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Code that differs from its commit records nothing unless it is told to; the commit is recorded."""
     monkeypatch.setattr(records, "commit_of", lambda file: commit)
@@ -554,11 +574,30 @@ def test_schema(store: Store) -> None:
         "update_every": 1,
         "device": "cpu",
     }
-    assert set(fields["settings"]) == {"lr", "max_norm", "batch", "parameters", "solved_below", "record_every"}
-    assert set(fields["sessions"][0]) == {"first_step", "date", "device", "threads", "torch", "python", "commit"}
+    assert set(fields["settings"]) == {
+        "lr",
+        "max_norm",
+        "batch",
+        "parameters",
+        "solved_below",
+        "record_every",
+    }
+    assert set(fields["sessions"][0]) == {
+        "first_step",
+        "date",
+        "device",
+        "threads",
+        "torch",
+        "python",
+        "commit",
+    }
     assert fields["curve"]["step"] == [100, 200]
     assert set(fields["ms_per_step"]) == {"p10", "median"}
-    assert (fields["state"], fields["steps_done"], fields["test_samples"]) == ("finished", 200, 10_000)
+    assert (fields["state"], fields["steps_done"], fields["test_samples"]) == (
+        "finished",
+        200,
+        10_000,
+    )
     assert load_result(path).to_json() == path.read_text(encoding="utf-8")
     assert path.stat().st_size < 3000
     assert result.run == SHORT
@@ -639,7 +678,12 @@ def test_settings_reach_the_training(store: Store) -> None:
     assert first.run.name == "addition_rnn-T6-kron-batch4-lr0.04-momentum0.5-s0"
     group = store.restore(second.run).optimizer.param_groups[0]
     assert (group["lr"], group["momentum"], group["max_norm"]) == (0.05, 0.5, 1.0)
-    assert {"lr": 0.05, "momentum": 0.5, "batch": 4, "max_norm": 1.0}.items() <= second.settings.items()
+    assert {
+        "lr": 0.05,
+        "momentum": 0.5,
+        "batch": 4,
+        "max_norm": 1.0,
+    }.items() <= second.settings.items()
     assert first.train_loss != second.train_loss
 
 

@@ -201,11 +201,22 @@ def test_numbers_are_those_of_numpy(seed: int, count: int, pairs: int) -> None:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_authors_draw_is_one_stream_of_numpy(name: str) -> None:
     """Weights, ten thousand tests and then the batches, as numpy draws them one after another."""
-    problem, source, numpy = AuthorProblem(**vars(PROBLEMS[name])), generator(3), np.random.RandomState(3)
+    problem, source, numpy = (
+        AuthorProblem(**vars(PROBLEMS[name])),
+        generator(3),
+        np.random.RandomState(3),
+    )
     start, n, length = problem.init(source), problem.network.hidden, problem.length
     if isinstance(problem.network, VanillaRNN):
-        rows = [numpy.normal(0, 0.1, (2, n)), np.linalg.qr(numpy.normal(size=(n, n)))[0], np.zeros((1, n))]
-        expected = [np.concatenate(rows), np.append(numpy.normal(0, 0.1, (n, 1)), [[0.0]], axis=0)]
+        rows = [
+            numpy.normal(0, 0.1, (2, n)),
+            np.linalg.qr(numpy.normal(size=(n, n)))[0],
+            np.zeros((1, n)),
+        ]
+        expected = [
+            np.concatenate(rows),
+            np.append(numpy.normal(0, 0.1, (n, 1)), [[0.0]], axis=0),
+        ]
     else:
         sizes = [2 * n + 3, 2 * n + 2, 2 * n + 3, 2 * n + 3]
         inner, forget, outer, candidate = (numpy.normal(0, 0.1, (size, n)) for size in sizes)

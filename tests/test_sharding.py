@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -27,12 +31,25 @@ from psgd_lit.optim import PSGD
 from psgd_lit.sharding import SharedPSGD, assigned, here, normal, owners_of
 
 RANKS = 4
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view"),
+]
 SETTINGS: dict[str, dict[str, Any]] = {
     "whiten": {"hvp": "whiten", "momentum": 0.5, "weight_decay": 0.1},
     "approx": {"hvp": "approx", "update_every": 2, "damping": 0.1, "max_norm": 0.05},
-    "traditional": {"hvp": "approx", "damping": 0.1, "damping_kind": "traditional", "preconditioner": "diagonal"},
-    "climbing": {"hvp": "whiten", "maximize": True, "preconditioner": "scan-or-kron", "normalizer": "running"},
+    "traditional": {
+        "hvp": "approx",
+        "damping": 0.1,
+        "damping_kind": "traditional",
+        "preconditioner": "diagonal",
+    },
+    "climbing": {
+        "hvp": "whiten",
+        "maximize": True,
+        "preconditioner": "scan-or-kron",
+        "normalizer": "running",
+    },
 }
 
 
@@ -332,7 +349,15 @@ def test_each_block_has_one_owner(ranks, label, teams):
     held = [rank[f"whiten {label} Q"] for rank in ranks]
     for team in teams:
         parts = [part for rank, part in enumerate(held) if team >> rank & 1]
-        assert sorted(i for part in parts for i in part) == [0, 1, 2, 3, 4, 6, 7]  # biases are with their weights
+        assert sorted(i for part in parts for i in part) == [
+            0,
+            1,
+            2,
+            3,
+            4,
+            6,
+            7,
+        ]  # biases are with their weights
         assert all(parts)
 
 
@@ -447,7 +472,10 @@ def test_parameters_that_are_not_alike_are_refused(one):
     with pytest.raises(ValueError, match="on 2 meshes"):
         SharedPSGD([*net.parameters(), *plain.parameters()], hvp="whiten")
     with pytest.raises(ValueError, match="complex"):
-        SharedPSGD([torch.zeros(2, dtype=torch.complex64, requires_grad=True)], process_group=dist.group.WORLD)
+        SharedPSGD(
+            [torch.zeros(2, dtype=torch.complex64, requires_grad=True)],
+            process_group=dist.group.WORLD,
+        )
     columns = fully_shard(nn.Linear(2, 2), mesh=one, shard_placement_fn=lambda p: Shard(p.dim() - 1))
     with pytest.raises(ValueError, match="cut by rows"):
         SharedPSGD(columns.parameters(), hvp="whiten")

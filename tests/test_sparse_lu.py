@@ -28,7 +28,13 @@ def sized_ranks(draw: st.DrawFn) -> tuple[int, int]:
     return n, draw(st.sampled_from(sorted({0, 1, max(n - 1, 0), n, n + 3})))
 
 
-def learned(rank: int, n: int, batch: tuple[int, ...] = (), seed: int = 0, dtype: torch.dtype = torch.float64) -> State:
+def learned(
+    rank: int,
+    n: int,
+    batch: tuple[int, ...] = (),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> State:
     """Where bold steps on random pairs lead a sparse LU of that rank."""
     return learned_by(SparseLU(rank), n, batch, seed, dtype)
 
@@ -49,7 +55,8 @@ def factors(rank: int, Q: State) -> tuple[Tensor, Tensor]:
 def pattern(rank: int, n: int) -> Tensor:
     """Where L may differ from zero, by the words of the paper."""
     return torch.tensor(
-        [[i >= j and (j < rank or i == j) for j in range(n)] for i in range(n)], dtype=torch.bool
+        [[i >= j and (j < rank or i == j) for j in range(n)] for i in range(n)],
+        dtype=torch.bool,
     ).reshape(n, n)
 
 
@@ -202,8 +209,15 @@ def test_gradients_of_all_sizes_within_one_block():
 @pytest.mark.parametrize(("rank", "is_dense"), [(0, False), (5, True), (9, True)])
 def test_ends_of_the_scale_reach_their_optimum(rank, is_dense):
     """Noisy products of an indefinite Hessian: full factors reach the best dense P, none the best diagonal."""
-    H = with_spectrum(torch.tensor([3.0, -2.0, 1.0, 0.5, -0.4]).double(), generator=torch.Generator().manual_seed(1))
-    problem, source, group = NoisyHessian(H, 0.1), torch.Generator().manual_seed(2), SparseLU(rank)
+    H = with_spectrum(
+        torch.tensor([3.0, -2.0, 1.0, 0.5, -0.4]).double(),
+        generator=torch.Generator().manual_seed(1),
+    )
+    problem, source, group = (
+        NoisyHessian(H, 0.1),
+        torch.Generator().manual_seed(2),
+        SparseLU(rank),
+    )
     moment, Q = problem.second_moment(), group.init(5, dtype=torch.float64)
     for t in range(1500):
         Q = group.update(Q, *problem.sample(10, generator=source), lr=0.2 * 0.01 ** (t / 1500))
@@ -219,7 +233,11 @@ def test_learns_what_it_can_represent(rank):
     n, source = 8, torch.Generator().manual_seed(3)
     W = 1.5 * torch.randn(n, rank, dtype=torch.float64, generator=source)
     H = torch.diag(0.5 + torch.rand(n, dtype=torch.float64, generator=source)) + W @ W.T
-    lowest, v, excess = expected_criterion(torch.linalg.inv(H), H @ H), torch.eye(n, dtype=torch.float64), {}
+    lowest, v, excess = (
+        expected_criterion(torch.linalg.inv(H), H @ H),
+        torch.eye(n, dtype=torch.float64),
+        {},
+    )
     for r in {max(rank - 1, 0), rank}:
         group = SparseLU(r)
         Q = group.init(n, dtype=torch.float64)
@@ -270,7 +288,14 @@ def test_power_below_is_exact_over_the_whole_range(dtype):
 
 @pytest.mark.parametrize("kind", [SparseLU, Bordered])
 @pytest.mark.parametrize(
-    ("rank", "error"), [(-1, ValueError), (2.0, TypeError), ("2", TypeError), (None, TypeError), (True, TypeError)]
+    ("rank", "error"),
+    [
+        (-1, ValueError),
+        (2.0, TypeError),
+        ("2", TypeError),
+        (None, TypeError),
+        (True, TypeError),
+    ],
 )
 def test_bad_ranks_are_refused(kind, rank, error):
     with pytest.raises(error, match="rank"):

@@ -78,7 +78,12 @@ def fit(module: Any, folder: Path, epochs: int = 2, resume: str | None = None, *
     lightning = pytest.importorskip("lightning")
     silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", enable_checkpointing=False, default_root_dir=folder, **silent, **settings
+        max_epochs=epochs,
+        accelerator="cpu",
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        **silent,
+        **settings,
     )
     with quiet():
         trainer.fit(module, loader(), ckpt_path=resume)
@@ -271,7 +276,10 @@ def follow(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Modul
     monkeypatch.chdir(folder)
     net = network()
     with quiet():
-        exec(recipe(rf"(import|from) {name}\b"), {"net": net, "loader": loader(), "dataset": samples()})
+        exec(
+            recipe(rf"(import|from) {name}\b"),
+            {"net": net, "loader": loader(), "dataset": samples()},
+        )
     return net
 
 

@@ -83,7 +83,11 @@ def test_trials_surround_the_usual_step_size(method: str) -> None:
         assert len({trial.name for trial in trials}) == len(GRID)
 
 
-@given(st.permutations([0.3, 0.2, 0.1]), st.sets(st.integers(0, 2)), st.sampled_from(["running", "diverged", "gone"]))
+@given(
+    st.permutations([0.3, 0.2, 0.1]),
+    st.sets(st.integers(0, 2)),
+    st.sampled_from(["running", "diverged", "gone"]),
+)
 def test_the_lowest_loss_chooses(losses: list[float], hit: set[int], state: str) -> None:
     """A trial that isn't over or isn't there leaves the choice open, and one that diverged is never chosen."""
     trials = SUMS.trials("kron")

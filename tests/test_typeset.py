@@ -85,7 +85,10 @@ def test_references_carry_the_labels_of_citations() -> None:
     listed = (HTML / "nbs/appendix/31_references.html").read_text(encoding="utf-8")
     labels = re.findall(r'<span class="label"><span class="fn-bracket">\[</span>(.*?)<', listed)
     text = (HTML / "nbs/problem/03_history.html").read_text(encoding="utf-8")
-    cited = re.findall(r'<a class="reference internal" href="[^"]*31_references.html#id\d+"[^>]*>(.*?)</a>', text)
+    cited = re.findall(
+        r'<a class="reference internal" href="[^"]*31_references.html#id\d+"[^>]*>(.*?)</a>',
+        text,
+    )
     assert cited
     assert {re.sub("<.*?>", "", label).replace("\xa0", " ") for label in cited} <= set(labels)
 

@@ -44,7 +44,16 @@ UNBUILT = (".*", "_build", "build", "dist", "*.egg-info", "__pycache__", "nbs", 
 def build_wheel(folder: Path) -> Path:
     """Build the wheel from a copy of the tree, so that nothing is left behind in it."""
     tree = shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*UNBUILT))
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(tree)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(folder),
+        str(tree),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"the build failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
     (wheel,) = folder.glob("*.whl")
@@ -84,7 +93,12 @@ def run(python: Path, code: str, folder: Path) -> subprocess.CompletedProcess[st
     folder.mkdir(exist_ok=True)
     environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [python, "-I", "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [python, "-I", "-c", code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -122,7 +136,11 @@ print(json.dumps([there, said]))
 def import_faults(python: Path, names: list[str], folder: Path) -> Iterator[str]:
     """Every module imports without the book's tools; those that show something name the extra that they need."""
     names = [name for name in names if name not in SHOWING]
-    done = run(python, IMPORT_ALL.format(unwanted=sorted(NOT_FOR_USERS), names=[*names, *SHOWING]), folder)
+    done = run(
+        python,
+        IMPORT_ALL.format(unwanted=sorted(NOT_FOR_USERS), names=[*names, *SHOWING]),
+        folder,
+    )
     there, said = json.loads(done.stdout)
     yield from (f"{name} is there, so this environment proves nothing" for name in there)
     yield from (f"an import fails: {said[name]}" for name in names if said[name])
@@ -197,7 +215,11 @@ def test_content_gate_fails(tmp_path: Path) -> None:
 def test_import_gate_fails(tmp_path: Path) -> None:
     """The environment of the book, a module that doesn't import and a helpful error that is missing are seen."""
     found = "\n".join(import_faults(Path(sys.executable), ["psgd_lit.gone"], tmp_path))
-    for complaint in ("nbdev is there", "No module named 'psgd_lit.gone'", "should raise an ImportError that names"):
+    for complaint in (
+        "nbdev is there",
+        "No module named 'psgd_lit.gone'",
+        "should raise an ImportError that names",
+    ):
         assert complaint in found
 
 

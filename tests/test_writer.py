@@ -25,12 +25,18 @@ def executed(first_count: int, view: str) -> Any:
     result = v4.new_output("execute_result", data, execution_count=first_count, metadata={})
     cells = [
         v4.new_markdown_cell("# Title\n", metadata={"tags": ["readme"], "editable": True}),
-        v4.new_code_cell("\n2 + 2\n", execution_count=first_count, outputs=[result], metadata={"collapsed": False}),
+        v4.new_code_cell(
+            "\n2 + 2\n",
+            execution_count=first_count,
+            outputs=[result],
+            metadata={"collapsed": False},
+        ),
         v4.new_code_cell("x = 1", execution_count=first_count + 7),
     ]
     widgets: dict[str, Any] = {"application/vnd.jupyter.widget-state+json": {"state": {view: {}}}}
     return v4.new_notebook(
-        cells=cells, metadata={"widgets": widgets, "kernelspec": {"name": view, "display_name": view}}
+        cells=cells,
+        metadata={"widgets": widgets, "kernelspec": {"name": view, "display_name": view}},
     )
 
 
@@ -73,7 +79,10 @@ def test_equal_cells_have_ids_of_their_own() -> None:
     ("output", "complaint"),
     [
         (v4.new_output("stream", name="stderr", text="UserWarning: no"), "UserWarning: no"),
-        (v4.new_output("error", ename="NameError", evalue="name 'gone' is not defined"), "name 'gone' is not defined"),
+        (
+            v4.new_output("error", ename="NameError", evalue="name 'gone' is not defined"),
+            "name 'gone' is not defined",
+        ),
     ],
 )
 def test_refuses_stderr_and_errors(output: Any, complaint: str) -> None:
@@ -105,7 +114,14 @@ def test_execution_refuses_stderr_and_errors(
 def test_executes_in_the_folder_of_the_notebook(tmp_path: Path) -> None:
     """A tiny notebook runs in a fresh kernel, beside its own files, and gives the same text twice."""
     (tmp_path / "value.txt").write_text("42")
-    path = save(tiny("from pathlib import Path", "Path('value.txt').read_text()", "print('a')\nprint('b')"), tmp_path)
+    path = save(
+        tiny(
+            "from pathlib import Path",
+            "Path('value.txt').read_text()",
+            "print('a')\nprint('b')",
+        ),
+        tmp_path,
+    )
     text = execute(path)
     cells = nbformat.reads(text, as_version=4).cells
     assert cells[1].outputs[0].data == {"text/plain": "'42'"}
@@ -129,7 +145,10 @@ def test_readme_is_the_tagged_cells(tmp_path: Path) -> None:
 def first_difference(run: Callable[[], str]) -> str:
     """Run twice and say where the texts differ; empty if they don't."""
     pairs = zip_longest(run().splitlines(), run().splitlines(), fillvalue="")
-    return next((f"{one.strip()[:200]!r} and then {other.strip()[:200]!r}" for one, other in pairs if one != other), "")
+    return next(
+        (f"{one.strip()[:200]!r} and then {other.strip()[:200]!r}" for one, other in pairs if one != other),
+        "",
+    )
 
 
 def printed(text: str) -> str:
@@ -166,7 +185,8 @@ def test_same_bytes_twice(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "difference"), [("a\nb\n", ""), ("a\nc\n", "'b' and then 'c'"), ("a\n", "'b' and then ''")]
+    ("second", "difference"),
+    [("a\nb\n", ""), ("a\nc\n", "'b' and then 'c'"), ("a\n", "'b' and then ''")],
 )
 def test_difference_is_seen(second: str, difference: str) -> None:
     """Texts that change from run to run are seen."""

@@ -97,7 +97,8 @@ def learn(
         group: the group.
         fit: what has been learned so far.
         v: probes.
-        h: their products; a coordinate whose product is exactly 0 is not met, and not moved by this pair.
+        h: their products; a coordinate whose product is exactly 0 is not met: its probe counts as 0, and it moves only as
+            far as Q couples it to others.
         lr: normalised step size in (0, 1); a tensor may hold one for each member.
         normalizer: what a half gradient is divided by: "running", a decaying maximum over the pairs so far, or "pair", the
             maximum of this pair alone, as in the paper.

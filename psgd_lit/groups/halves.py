@@ -32,7 +32,13 @@ def plus_product(y: Tensor, A: Tensor, x: Tensor, alpha: float = 1.0) -> Tensor:
 # %% ../../nbs/learning/02_halves.ipynb #b3aba4d1
 def add_product(y: Tensor, A: Tensor, x: Tensor) -> Tensor:
     """Add `A x` to y, a batch of matrices or a view of one, in place; y lies in memory as x does."""
-    return y.mT.baddbmm_(x.mT, A.mT).mT if is_transposed(x) else y.baddbmm_(A, x)
+    into, left, right = (y.mT, x.mT, A.mT) if is_transposed(x) else (y, A, x)
+    followed = torch.is_grad_enabled() and any(t.requires_grad for t in (y, A, x))
+    if followed or torch.compiler.is_compiling():  # neither has a place for `out`
+        into.baddbmm_(left, right)
+    else:
+        torch.baddbmm(into, left, right, out=into)
+    return y
 
 # %% ../../nbs/learning/02_halves.ipynb #6cf8d833
 _WHOLE = 96  # a triangle with fewer rows is multiplied as a whole
