@@ -295,7 +295,7 @@ def kind_of(choice: Choice) -> tuple[Any, ...]:
     params = choice.block.params
     return choice.group, choice.shape, state_dtype(params), params[0].device
 
-# %% ../nbs/appendix/08_buckets.ipynb #ac1d5392
+# %% ../nbs/appendix/08_buckets.ipynb #80979cbb
 _CHANGED = (
     "the preconditioner or the blocks of a param group have been changed, but its state was learned with others: put them "
     "back, or make a new optimizer"
@@ -364,7 +364,7 @@ def parts_of(
     new = {p for p in group["params"] if p.requires_grad or state.get(p)} - set().union(*old)
     return [*old, new]
 
-# %% ../nbs/appendix/08_buckets.ipynb #fb4e8a9c
+# %% ../nbs/appendix/08_buckets.ipynb #4199031a
 class Buckets:
     """The buckets of several param groups, which follow the set of active blocks and their dtypes and devices.
 

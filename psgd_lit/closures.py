@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# %% ../nbs/appendix/05_closures.ipynb #61394476
+# %% ../nbs/appendix/05_closures.ipynb #3c354b33
 class _Mark:
     """What tells one content of `.grad` from another: the tensor, how often it was written to, and its last operation."""
 
@@ -36,7 +36,7 @@ class _Mark:
             and self.version == other.version
         )
 
-# %% ../nbs/appendix/05_closures.ipynb #2967f5b2
+# %% ../nbs/appendix/05_closures.ipynb #e69fc1b4
 class History:
     """How the gradient of a parameter came about, as two hooks on the parameter see it.
 

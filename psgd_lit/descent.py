@@ -18,13 +18,13 @@ from torch.nn.utils import get_total_norm
 from .groups.first_scale import is_asleep, step_before_pair
 from .regularization import clip_blocks, clip_factor
 
-# %% ../nbs/optimizer/02_descent.ipynb #9fe5c6ba
+# %% ../nbs/optimizer/02_descent.ipynb #55d65c4e
 class Trial(NamedTuple):
     """What is known of the step that is on trial.
 
     Attributes:
         loss: the loss where it began, infinite before the first step.
-        part: the part of it that was taken, in (0, 1].
+        part: the part of it that was taken, in (0, 1]; below 0 if the parameters are back at its place, by minus the last part.
         refused: how many steps were taken back.
     """
 
@@ -38,11 +38,13 @@ class Trial(NamedTuple):
         before = self.loss.to(loss)
         eps = torch.finfo(loss.dtype).eps
         allowance = 4 * eps * before.abs().nan_to_num(posinf=0.0)
-        back = self.part == 0  # the parameters are where the step began
+        back, last = self.part < 0, self.part.abs()
         refused = ~(loss <= before + allowance) & before.isfinite() & ~(back & loss.isfinite())
         least = min(eps, torch.finfo(torch.float32).eps)
-        half = torch.where(self.part < 2 * least, 0.0, self.part / 2)
-        part = torch.where(refused, half, (2 * self.part).clamp(least, 1.0))  # eq-trial
+        half = torch.where(last < 2 * least, -last, last) / 2
+        stays = (loss - before).abs() <= allowance
+        longer = torch.where(back, torch.where(stays, last, 2 * least), 4 * last) / 2
+        part = torch.where(refused, half, longer.clamp(max=1.0))  # eq-trial
         return Trial(torch.where(refused, before, loss), part, self.refused + refused), refused
 
 # %% ../nbs/optimizer/02_descent.ipynb #16a5b580
@@ -56,7 +58,7 @@ def on_trial(
         change: what a whole new step would add to it.
         past: the place and the direction of the step on trial, None for a parameter without one.
         refused: whether that step is refused, a boolean number.
-        part: the part of a step to take.
+        part: the part of a step to take; none if it is below 0.
 
     Returns:
         The new value, and the pair for the next call.
@@ -64,7 +66,8 @@ def on_trial(
     place, direction = (p, torch.zeros_like(p)) if past is None else past
     place = torch.where(refused, place, p)
     direction = torch.where(refused, direction, change)
-    return place + part.to(p.dtype) * direction, (place, direction)  # eq-trial
+    goal = place + part.clamp(min=0.0).to(p.dtype) * direction  # eq-trial
+    return goal, (place, direction)
 
 # %% ../nbs/optimizer/02_descent.ipynb #eae2fdfb
 def number(loss: Any) -> Tensor | None:
@@ -167,7 +170,7 @@ def word_of_trouble(head: Mapping[str, Any]) -> str | None:
     told = _TROUBLES.items()
     return next((words for name, (share, words) in told if int(counts[name]) > share * t), None)
 
-# %% ../nbs/optimizer/02_descent.ipynb #e6caf86d
+# %% ../nbs/optimizer/02_descent.ipynb #a4c52957
 COUNTS = {"t": 0, "joined": 0, "fits": 0, "skipped": 0, "dropped": 0, "ceiling": 0.0}
 COUNTS |= {"exploded": 0, "loss": float("inf"), "part": 1.0, "refused": 0}
 

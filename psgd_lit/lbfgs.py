@@ -37,7 +37,7 @@ class Frame(NamedTuple):
         """Return by how much each parameter differs from where z is zero."""
         return self.bucket.scatter(self.bucket.group.apply_t(self.Q, z))  # eq-coordinates
 
-# %% ../nbs/optimizer/06_lbfgs.ipynb #2c603c08
+# %% ../nbs/optimizer/06_lbfgs.ipynb #f5f75715
 class PreconditionedLBFGS(torch.optim.LBFGS):
     """L-BFGS in the coordinates in which the preconditioner of a PSGD is the identity.
 

@@ -146,7 +146,7 @@ def hold_averages(
         other = torch.zeros_like(mean) if past is None else past.to(mean)
         mean.copy_(mean.where(finite.to(mean.device), other))
 
-# %% ../nbs/optimizer/03_psgd.ipynb #27a5801b
+# %% ../nbs/optimizer/03_psgd.ipynb #58ab9cc2
 class Move(NamedTuple):
     """What a step will do to the parameters of a bucket.
 
@@ -348,7 +348,7 @@ def fits(
     ]
     return states, finite & ~all_finite(list(products.values())).to(finite.device)
 
-# %% ../nbs/optimizer/03_psgd.ipynb #cf9bdb88
+# %% ../nbs/optimizer/03_psgd.ipynb #b59b5c80
 def tried(
     moves: Iterable[Move], state: Mapping[Tensor, dict[str, Any]], refused: Tensor, part: Tensor
 ) -> tuple[list[Move], dict[Tensor, dict[str, Tensor]]]:
@@ -374,7 +374,7 @@ def tried(
         new.append(Move(move.params, None, steps, goals))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #251e6864
+# %% ../nbs/optimizer/03_psgd.ipynb #4dd803ef
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 

@@ -372,6 +372,7 @@ def test_settling_twice_takes_nothing_back():
     assert fit_error(net).item() == end
 
 
+@pytest.mark.filterwarnings("ignore:many steps were taken back")
 def test_no_start_of_a_step_rises_however_wrong_the_preconditioner_is():
     x = nn.Parameter(torch.ones(3))
     opt = PSGD([x], lr=1.0, preconditioner="dense", monotone=True, init_scale=1.0, max_norm=math.inf)

@@ -27,7 +27,7 @@ from psgd_lit.experiments.runner import (
 )
 from .tuning import add_tuned
 
-# %% ../../nbs/appendix/19_plan.ipynb #14013ac2
+# %% ../../nbs/appendix/19_plan.ipynb #0bb9013b
 _GRADIENT_ONLY = ("sgd", "rmsprop", "adam")
 _ALL = ("kron", "splu", "scan", "esgd", *_GRADIENT_ONLY)
 _PERIODS: tuple[int | str, ...] = (2, 5, 10, "log10")

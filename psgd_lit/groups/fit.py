@@ -80,7 +80,7 @@ def updated_share(fit: Fit, met: Tensor, counts: Tensor) -> Tensor:
     weight = (met.shape[-1] / fit.pairs).clamp(_FORGETTING, 1.0) * counts
     return fit.share.lerp(met.mean(-1), weight[..., None])  # eq-share
 
-# %% ../../nbs/learning/04_fit.ipynb #1babeded
+# %% ../../nbs/learning/04_fit.ipynb #4f49f3ec
 def learn(
     group: Group,
     fit: Fit,

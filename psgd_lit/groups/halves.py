@@ -29,7 +29,7 @@ def plus_product(y: Tensor, A: Tensor, x: Tensor, alpha: float = 1.0) -> Tensor:
         return torch.baddbmm(y.mT, x.mT, A.mT, alpha=alpha).mT
     return torch.baddbmm(y, A, x, alpha=alpha)
 
-# %% ../../nbs/learning/02_halves.ipynb #b3aba4d1
+# %% ../../nbs/learning/02_halves.ipynb #68737d3f
 def add_product(y: Tensor, A: Tensor, x: Tensor) -> Tensor:
     """Add `A x` to y, a batch of matrices or a view of one, in place; y lies in memory as x does."""
     into, left, right = (y.mT, x.mT, A.mT) if is_transposed(x) else (y, A, x)
@@ -50,7 +50,7 @@ def halves(n: int, upper: bool) -> tuple[slice, slice]:
     first, last = slice(0, cut), slice(cut, n)
     return (last, first) if upper or cut == 0 else (first, last)
 
-# %% ../../nbs/learning/02_halves.ipynb #b64590d6
+# %% ../../nbs/learning/02_halves.ipynb #f2e842e6
 def triangular_product(A: Tensor, x: Tensor, upper: bool) -> Tensor:
     """Return `A x` by the upper or the lower triangle of A, the rest of which is zero, in the layout of x.
 
