@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 from .groups.first_scale import is_asleep, step_before_pair
 from .regularization import clip_blocks, clip_factor
 
-# %% ../nbs/optimizer/02_descent.ipynb #55d65c4e
+# %% ../nbs/optimizer/02_descent.ipynb #3015ea70
 class Trial(NamedTuple):
     """What is known of the step that is on trial.
 
@@ -47,7 +47,7 @@ class Trial(NamedTuple):
         part = torch.where(refused, half, longer.clamp(max=1.0))  # eq-trial
         return Trial(torch.where(refused, before, loss), part, self.refused + refused), refused
 
-# %% ../nbs/optimizer/02_descent.ipynb #16a5b580
+# %% ../nbs/optimizer/02_descent.ipynb #d3bb73ef
 def on_trial(
     p: Tensor, change: Tensor, past: tuple[Tensor, Tensor] | None, refused: Tensor, part: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
