@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from .affine import as_real
+from .affine import as_real, from_real
 from psgd_lit.closures import (
     Aside,
     carry_graphs,
@@ -40,7 +40,7 @@ from psgd_lit.hvp import (
 )
 
 # %% ../nbs/appendix/06_derivatives.ipynb #6c096d5f
-PROBES = ("normal", "rademacher")
+PROBES = ("normal", "rademacher", "alternating")
 
 
 def random_signs(count: int, source: torch.Generator) -> Tensor:
@@ -70,7 +70,7 @@ def draw_probes(
         params: the parameters, in their order in the optimizer; a complex one has a probe with two such parts.
         seed: non-negative and below 2^31.
         t: the iteration.
-        law: one of `PROBES`: "normal", or "rademacher", whose entries are signs.
+        law: one of `PROBES`; entries are signs if it is "rademacher", and else normal.
 
     Raises:
         RuntimeError: if a parameter has no memory.
@@ -95,8 +95,7 @@ def draw_probes(
             else torch.randn(sum(sizes), device=device, generator=source)
         )
         for p, piece in zip(members, torch.split(flat, sizes), strict=True):
-            probe = piece.view(as_real(p).shape).to(p.dtype.to_real())
-            probes[p] = torch.complex(*probe.unbind(-1)) if p.is_complex() else probe
+            probes[p] = from_real(piece.view(as_real(p).shape), p)
     return [probes[p] for p in params]
 
 # %% ../nbs/appendix/06_derivatives.ipynb #8c83ef1c

@@ -55,6 +55,7 @@ from psgd_lit.descent import (
     on_trial,
     word_of_trouble,
 )
+from .probes import probes_of_step
 from .regularization import clip_blocks, clip_factor, damp
 from psgd_lit.settings import (
     LR,
@@ -419,7 +420,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         compile: whether torch compiles the fit of Q, at the first step that is due: once for each kind of block, for tens of
             seconds.
         seed: of the probes.
-        probes: the law of their entries: "normal", as in the paper, or "rademacher", random signs.
+        probes: their law: "normal", as in the paper; "rademacher", random signs; or "alternating", which colours every other
+            one by Q and so finds flat directions sooner, but not with "whiten".
         process_group: averages gradients and products over these ranks. None averages nothing: DistributedDataParallel
             does it in `backward`, so the first way to call `step` needs the group, and "exact" needs the first way.
 
@@ -543,9 +545,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         if not params:
             return None if closure is None else torch.enable_grad()(closure)()
         fits = self.due and not (closure is None and self._only_makes_state(params))
-        drawn = (
-            draw_by_parameter(every, head["seed"], head["t"], head["probes"]) if fits else {}
-        )
+        drawn = probes_of_step(every, head, self.buckets) if fits else {}
         probe = [drawn[p] for p in params] if fits else None
         scale = (
             1.0 if closure is not None else amp_scale(self, fits and head["hvp"] != "whiten")

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .affine import as_real
+from .affine import as_real, from_real
 from .buckets import begun
 from .derivatives import draw_by_parameter
 from .hvp import hvp_approx, hvp_exact, hvp_forward
@@ -62,12 +62,7 @@ def act(opt: PSGD, operation: Operation, values: Values) -> dict[Tensor, Tensor]
         for _, bucket in opt.buckets.active(values):
             x = getattr(bucket.group, operation)(bucket.Q, bucket.gather(values))
             found |= bucket.scatter(x)
-    return {
-        p: (torch.view_as_complex(found[p].contiguous()) if p.is_complex() else found[p]).to(
-            p.dtype
-        )
-        for p in values
-    }
+    return {p: from_real(found[p], p) for p in values}
 
 # %% ../nbs/optimizer/05_quality.ipynb #871ff068
 def starting_scale(probe: Values, product: Values) -> float:
@@ -166,8 +161,7 @@ def eigenvalue_sizes(opt: PSGD, multiply: Multiply, params: Sequence[Tensor]) ->
     for unit in torch.eye(sum(sizes)):
         u = {}
         for p, piece in zip(params, unit.split(sizes), strict=True):
-            part = piece.to(p.device, p.dtype.to_real()).view(as_real(p).shape)
-            u[p] = torch.view_as_complex(part) if p.is_complex() else part
+            u[p] = from_real(piece.to(p.device).view(as_real(p).shape), p)
         column = act(opt, "apply", multiply(act(opt, "apply_t", u)))
         columns.append(
             torch.cat([as_real(column[p]).reshape(-1).double().cpu() for p in params])

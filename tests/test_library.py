@@ -55,6 +55,7 @@ FLOORS = {
     "live": 2,
     "low_rank": 1,
     "optim": 3,
+    "probes": 2,
     "problems": None,
     "quality": 4,
     "regularization": 0,

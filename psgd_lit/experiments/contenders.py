@@ -48,11 +48,12 @@ class Contender:
     refuses: Callable[[Task, Problem], str] = lambda task, problem: ""
 
 # %% ../../nbs/appendix/17_contenders.ipynb #dcd2f4e5
-_NOISELESS = {"monotone": True, "steps": 100}
+_EXACT = {"hvp": "exact", "lr": 0.1, "update_every": "auto"}
 OURS: dict[str, dict[str, Any]] = {
     "whiten": {"hvp": "whiten", "lr": 0.003, "update_every": "auto"},
-    "exact": {"hvp": "exact", "lr": 0.1, "update_every": "auto"},
-    "psgd-lbfgs": {"hvp": "exact", "lr": 1.0, "update_every": "auto"} | _NOISELESS,
+    "exact": _EXACT,
+    "alternating": _EXACT | {"probes": "alternating"},
+    "psgd-lbfgs": _EXACT | {"lr": 1.0, "monotone": True, "steps": 100},
 }
 
 # %% ../../nbs/appendix/17_contenders.ipynb #cadbfcdf
@@ -239,6 +240,7 @@ _LATER: dict[str, Contender] = {
 CONTENDERS: dict[str, Contender] = {
     "whiten": Contender(_psgd, OURS["whiten"], calls_backward=False),
     "exact": Contender(_psgd, OURS["exact"], calls_backward=False),
+    "alternating": Contender(_psgd, OURS["alternating"], calls_backward=False),
     "psgd-lbfgs": Contender(
         HandOver, OURS["psgd-lbfgs"], calls_backward=False, refuses=_needs_quiet
     ),
