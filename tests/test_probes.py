@@ -1,0 +1,158 @@
+"""Alternating probes: every other one of covariance P, whatever the form, the dtype and the way of calling."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import fill, generator, goes_on_from_its_state, loss_of, network
+
+import psgd_lit.optim
+from psgd_lit.affine import affine_blocks, from_real
+from psgd_lit.derivatives import draw_by_parameter
+from psgd_lit.groups import Diagonal, Group, Kron, SparseLU, Triangular
+from psgd_lit.low_rank import LowRank
+from psgd_lit.optim import PSGD
+from psgd_lit.probes import coloured, probes_of_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+FORMS = ["dense", "splu", "kron", "scan", "scan-or-kron", "diagonal", "esgd", LowRank(2)]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]]:
+    """The probes of each step that fits, and what they would have been without colour."""
+    kept: list[tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]] = []
+
+    def watched(params: Sequence[Tensor], head: Mapping[str, Any], buckets: Any) -> dict[Tensor, Tensor]:
+        found = probes_of_step(params, head, buckets)
+        kept.append((found, draw_by_parameter(params, head["seed"], head["t"])))
+        return found
+
+    monkeypatch.setattr(psgd_lit.optim, "probes_of_step", watched)
+    return kept
+
+
+@pytest.mark.parametrize("form", [Diagonal(), Triangular(), Kron(Triangular(), Diagonal()), SparseLU(2)], ids=repr)
+def test_coloured_probes_have_the_covariance_of_the_preconditioner(form: Group) -> None:
+    w = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
+    opt = PSGD([w], 0.0, preconditioner=form, update_every=1)
+    scale = torch.logspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+    for _ in range(20):
+        opt.step(lambda: (scale * w).square().sum() + w.sum().square())
+    [(_, bucket)] = opt.buckets.active({})
+    units = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
+    root = torch.stack([coloured(bucket, {w: u})[w].flatten() for u in units], 1)
+    P = form.precondition(bucket.Q, torch.eye(12, dtype=torch.float64)[None])[0]
+    torch.testing.assert_close(root @ root.mT, P, rtol=1e-10, atol=1e-12)
+
+
+def test_every_other_fit_is_coloured_and_skipped_steps_do_not_count(seen) -> None:
+    net = fill(network())
+    opt = PSGD(net.parameters(), 0.1, probes="alternating", update_every=lambda t: 1 + t % 3)
+    for _ in range(12):
+        opt.step(lambda: loss_of(net))
+    changed = [any(not torch.equal(v[p], u[p]) for p in v) for v, u in seen]
+    assert changed == [bool(i % 2) for i in range(len(seen))]
+    assert len(seen) < 12
+
+
+@pytest.mark.parametrize("form", FORMS, ids=repr)
+def test_every_form_trains_with_them(form: Any) -> None:
+    net = fill(network())
+    blocks = affine_blocks(net) if form in ("scan", "scan-or-kron") else None
+    opt = PSGD(net.parameters(), 0.1, preconditioner=form, blocks=blocks, probes="alternating")
+    values = [float(opt.step(lambda: loss_of(net)).detach()) for _ in range(40)]
+    assert values[-1] < 0.6 * values[0]
+
+
+@pytest.mark.parametrize("hvp", ["exact", "approx", "forward"])
+def test_flat_directions_are_found_with_every_product(hvp: str) -> None:
+    """A quadratic of condition number 10^4, where normal probes leave most of the loss of the flattest direction."""
+    left = {}
+    scale = torch.logspace(0, -2, 6, dtype=torch.float64)
+    axes = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=generator(0)))[0]
+    for law in ("normal", "alternating"):
+        x = (axes.T @ (1 / scale)).clone().requires_grad_()
+        opt = PSGD([x], 0.1, hvp=hvp, probes=law, update_every=1)
+        for _ in range(300):
+            loss = opt.step(lambda x=x: (scale * (axes @ x)).square().sum())
+        left[law] = float(loss.detach())
+    assert left["alternating"] < 1e-2 * left["normal"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_probes_have_the_dtype_of_their_parameter(seen, dtype: torch.dtype) -> None:
+    start = torch.randn(3, 4, generator=generator(1)).to(dtype)
+    w, b = nn.Parameter(start), nn.Parameter(torch.ones(4))
+    opt = PSGD([w, b], 0.01, probes="alternating", update_every=1)
+    for _ in range(4):
+        opt.step(lambda: (w.abs().float() ** 2).sum() + (b**4).sum())
+    for v, _ in seen:
+        assert {p: x.dtype for p, x in v.items()} == {w: dtype, b: torch.float32}
+        assert all(x.shape == p.shape and x.isfinite().all() for p, x in v.items())
+    assert opt.skipped == 0
+
+
+def test_a_block_that_joins_late_keeps_its_first_probe(seen) -> None:
+    a, b = (nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    opt = PSGD([a, b], 0.01, probes="alternating", update_every=1)
+    for t in range(4):
+        opt.step(lambda t=t: (a**4).sum() + ((b**4).sum() if t > 2 else 0))
+    probes, plain = seen[3]
+    assert not torch.equal(probes[a], plain[a])
+    assert torch.equal(probes[b], plain[b])
+
+
+def test_frozen_parts_and_several_groups(seen) -> None:
+    net = fill(network())
+    first, *rest = net.parameters()
+    first.requires_grad_(False)
+    opt = PSGD(
+        [{"params": [first]}, {"params": rest, "preconditioner": "diagonal"}],
+        0.1,
+        probes="alternating",
+        update_every=1,
+    )
+    for _ in range(6):
+        opt.step(lambda: loss_of(net))
+    assert set(seen[-1][0]) == set(rest)
+    assert opt.skipped == 0
+
+
+@pytest.mark.parametrize("form", ["dense", "kron", "splu"])
+def test_a_run_goes_on_from_its_state_to_the_last_bit(form: str) -> None:
+    goes_on_from_its_state(preconditioner=form, probes="alternating")
+
+
+def test_the_first_fit_and_a_run_with_normal_probes_are_as_they_were(seen) -> None:
+    ends = []
+    for law in ("normal", "alternating"):
+        net = fill(network())
+        opt = PSGD(net.parameters(), 0.1, probes=law)
+        opt.step(lambda net=net: loss_of(net))
+        opt.step(lambda net=net: loss_of(net))
+        ends.append([p.detach().clone() for p in net.parameters()])
+    assert all(torch.equal(v[p], u[p]) for v, u in seen[:3] for p in v)  # the fourth fit alone is coloured
+    assert all(torch.equal(x, y) for x, y in zip(*ends, strict=True))  # which the second step has not yet used
+
+
+def test_whitening_refuses_them_and_nothing_has_changed() -> None:
+    net = network()
+    with pytest.raises(ValueError, match='choose probes="normal"'):
+        PSGD(net.parameters(), hvp="whiten", probes="alternating")
+    opt = PSGD(net.parameters(), probes="alternating")
+    opt.param_groups[0]["hvp"] = "whiten"
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(ValueError, match="Hessian"):
+        opt.step(lambda: loss_of(net))
+    assert all(torch.equal(x, p) for x, p in zip(before, net.parameters(), strict=True))
+
+
+def test_real_numbers_go_back_to_what_they_were() -> None:
+    z = torch.randn(3, 2, dtype=torch.complex128, generator=generator(0))
+    assert torch.equal(from_real(torch.view_as_real(z), z), z)
+    odd = torch.randn(7, generator=generator(0))[1:].view(3, 2)  # begins at an odd place in memory
+    assert torch.equal(from_real(odd, torch.zeros(3, dtype=torch.complex64)), torch.complex(odd[:, 0], odd[:, 1]))
