@@ -78,9 +78,8 @@ def step_before_pair(g: Tensor, whitens: bool) -> Tensor:
     a = safe_pair(g, torch.zeros_like(g))[0]
     length = a.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=torch.finfo(g.dtype).tiny)
     count = (g != 0).sum((-2, -1), keepdim=True).to(length.dtype)
-    return (
-        a * (count.sqrt().sqrt() / length) + 0 * g
-    )  # eq-before-pair; what isn't finite stays so
+    stays_undefined = 0 * g
+    return a * (count.sqrt().sqrt() / length) + stays_undefined  # eq-before-pair
 
 # %% ../../nbs/optimizer/01_first_scale.ipynb #1508ec31
 def roused(group: Group, Q: State) -> State:
