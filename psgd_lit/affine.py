@@ -17,7 +17,7 @@ def as_real(x: Tensor) -> Tensor:
     """Return a complex tensor as a real one with a last dimension of two, and a real tensor as it is."""
     return torch.view_as_real(x) if x.is_complex() else x
 
-# %% ../nbs/forms/02_affine.ipynb #f792f68d
+# %% ../nbs/forms/02_affine.ipynb #0041949f
 def from_real(x: Tensor, p: Tensor) -> Tensor:
     """Return what is shaped as `as_real(p)` as a tensor like p: of its dtype, and complex if p is."""
     return (torch.complex(*x.unbind(-1)) if p.is_complex() else x).to(p.dtype)

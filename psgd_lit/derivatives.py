@@ -5,7 +5,7 @@ __all__ = ['PROBES', 'HVP', 'random_signs', 'draw_probes', 'draw_by_parameter', 
            'Derivatives', 'stored_derivatives', 'closure_derivatives', 'mean_over_ranks', 'warn_unless_averaged',
            'used_derivatives', 'amp_scale', 'without_autocast']
 
-# %% ../nbs/appendix/06_derivatives.ipynb #735b2a72
+# %% ../nbs/appendix/06_derivatives.ipynb #2b8c5baf
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,7 +39,7 @@ from psgd_lit.hvp import (
     loss_and_gradient,
 )
 
-# %% ../nbs/appendix/06_derivatives.ipynb #6c096d5f
+# %% ../nbs/appendix/06_derivatives.ipynb #60bc0e79
 PROBES = ("normal", "rademacher", "alternating")
 
 
@@ -56,7 +56,7 @@ def random_signs(count: int, source: torch.Generator) -> Tensor:
     drawn = (octets[:, None] >> bits & 1).flatten()[:count]
     return drawn.float().mul_(2).sub_(1)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #89886446
+# %% ../nbs/appendix/06_derivatives.ipynb #02c604de
 def draw_probes(
     params: Sequence[Tensor], seed: int, t: int, law: str = "normal"
 ) -> list[Tensor]:

@@ -4,7 +4,7 @@
 __all__ = ['Pairs', 'period', 'schedule', 'average', 'averages', 'hold_averages', 'Move', 'planned_move', 'planned_moves',
            'undefined_if_bad', 'damped_pairs', 'all_finite', 'fits', 'tried', 'PSGD']
 
-# %% ../nbs/optimizer/03_psgd.ipynb #948fa4c4
+# %% ../nbs/optimizer/03_psgd.ipynb #0c1417ee
 import math
 import operator
 import warnings
@@ -375,7 +375,7 @@ def tried(
         new.append(Move(move.params, None, steps, goals))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #4dd803ef
+# %% ../nbs/optimizer/03_psgd.ipynb #5c559eeb
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 

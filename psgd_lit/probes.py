@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['coloured', 'probes_of_step']
 
-# %% ../nbs/optimizer/12_probes.ipynb #af91b5e4
+# %% ../nbs/optimizer/12_probes.ipynb #24f59ca1
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +14,7 @@ from .affine import from_real
 from .derivatives import draw_by_parameter
 from .groups.first_scale import is_asleep
 
-# %% ../nbs/optimizer/12_probes.ipynb #f0b23a97
+# %% ../nbs/optimizer/12_probes.ipynb #4373b423
 def coloured(bucket: Any, probe: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
     """Return `Q^T u` by parameter, which has the covariance P if u has the covariance I.
 
@@ -27,7 +27,7 @@ def coloured(bucket: Any, probe: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor
     v = bucket.scatter(torch.where(asleep, u, bucket.group.apply_t(bucket.Q, u)))
     return {p: from_real(x, p) for p, x in v.items() if p in probe}
 
-# %% ../nbs/optimizer/12_probes.ipynb #1c0c6b6f
+# %% ../nbs/optimizer/12_probes.ipynb #45a27d0b
 def probes_of_step(
     params: Sequence[Tensor], head: Mapping[str, Any], buckets: Any
 ) -> dict[Tensor, Tensor]:

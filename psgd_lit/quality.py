@@ -4,7 +4,7 @@
 __all__ = ['Values', 'Multiply', 'PRODUCTS', 'Operation', 'LADDER', 'multiply_by_hessian', 'act', 'starting_scale', 'fit_at_rest',
            'balances', 'eigenvalue_sizes', 'size_and_evenness', 'longest_step']
 
-# %% ../nbs/optimizer/05_quality.ipynb #12a41986
+# %% ../nbs/optimizer/05_quality.ipynb #ba93f82c
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
@@ -42,7 +42,7 @@ def multiply_by_hessian(
 
     return multiply
 
-# %% ../nbs/optimizer/05_quality.ipynb #336484f6
+# %% ../nbs/optimizer/05_quality.ipynb #1089de55
 Operation = Literal["apply", "apply_t", "solve", "solve_t", "precondition"]
 
 
@@ -144,7 +144,7 @@ def balances(
     # eq-balance
     return {params: float(s[0] / s[1]) for params, s in sums.items() if s[0] > 0}
 
-# %% ../nbs/optimizer/05_quality.ipynb #494214a0
+# %% ../nbs/optimizer/05_quality.ipynb #99a6725a
 def eigenvalue_sizes(opt: PSGD, multiply: Multiply, params: Sequence[Tensor]) -> Tensor:
     """Return the magnitudes of the eigenvalues of P H in ascending order, from one product for each coordinate.
 

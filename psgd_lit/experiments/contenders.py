@@ -47,7 +47,7 @@ class Contender:
     calls_backward: bool = True
     refuses: Callable[[Task, Problem], str] = lambda task, problem: ""
 
-# %% ../../nbs/appendix/17_contenders.ipynb #dcd2f4e5
+# %% ../../nbs/appendix/17_contenders.ipynb #4811fcc2
 _EXACT = {"hvp": "exact", "lr": 0.1, "update_every": "auto"}
 OURS: dict[str, dict[str, Any]] = {
     "whiten": {"hvp": "whiten", "lr": 0.003, "update_every": "auto"},
@@ -236,7 +236,7 @@ _LATER: dict[str, Contender] = {
     },
 }
 
-# %% ../../nbs/appendix/17_contenders.ipynb #2efafc60
+# %% ../../nbs/appendix/17_contenders.ipynb #19a4d6ff
 CONTENDERS: dict[str, Contender] = {
     "whiten": Contender(_psgd, OURS["whiten"], calls_backward=False),
     "exact": Contender(_psgd, OURS["exact"], calls_backward=False),

@@ -65,7 +65,7 @@ def begin(group: Group, Q: State, v: Tensor, h: Tensor) -> State:
     begins = is_asleep(group, Q) & (scale > 0)
     return group.scale(Q, torch.where(begins, scale / ASLEEP, 1.0))
 
-# %% ../../nbs/optimizer/01_first_scale.ipynb #68e1c265
+# %% ../../nbs/optimizer/01_first_scale.ipynb #d8dff09e
 def step_before_pair(g: Tensor, whitens: bool) -> Tensor:
     """Return what stands for P g in members that have not met a pair.
 
