@@ -37,7 +37,6 @@ from psgd_lit.derivatives import (
     amp_scale,
     check_parameters,
     closure_derivatives,
-    draw_by_parameter,
     stored_derivatives,
     used_derivatives,
     warn_unless_averaged,
@@ -545,7 +544,13 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         if not params:
             return None if closure is None else torch.enable_grad()(closure)()
         fits = self.due and not (closure is None and self._only_makes_state(params))
-        drawn = probes_of_step(every, head, self.buckets) if fits else {}
+        drawn = (
+            probes_of_step(
+                every, head, partial(self.buckets.active, {}), head["t"], head["probes"]
+            )
+            if fits
+            else {}
+        )
         probe = [drawn[p] for p in params] if fits else None
         scale = (
             1.0 if closure is not None else amp_scale(self, fits and head["hvp"] != "whiten")
@@ -591,7 +596,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         groups, buckets = self.param_groups, self.buckets
         active = buckets.active(gradient)
         probed = damped_pairs(
-            groups, pairs, partial(draw_by_parameter, every, groups[0]["seed"])
+            groups, pairs, partial(probes_of_step, every, groups[0], lambda: active)
         )
         ready = [begun(bucket, gradient, probed) for _, bucket in active]
         means = averages(groups, self.state, gradient)

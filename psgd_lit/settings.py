@@ -23,6 +23,7 @@ from .blocks import Choice, choose, is_flat, names_of
 from .buckets import copied, named_leaves, nested_leaves, parts_of, started
 from .derivatives import HVP, PROBES
 from .groups.fit import NORMALIZERS
+from .probes import check_probes
 from .regularization import DAMPING_KINDS
 
 # %% ../nbs/appendix/09_settings.ipynb #c66ee10e
@@ -136,11 +137,7 @@ def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool 
             raise ValueError(
                 f"{name} is shared by all param groups: it is {shared[name]!r}, and can't be {settings[name]!r} here"
             )
-    if settings["probes"] == "alternating" and settings["hvp"] == "whiten":
-        raise ValueError(
-            'probes="alternating" are for products with the Hessian, and with hvp="whiten" they would change what P is: '
-            'choose probes="normal", or another hvp'
-        )
+    check_probes(settings)
     if settings["monotone"] and settings["weight_decay"]:
         raise ValueError(
             "monotone=True judges a step by the loss, and weight_decay is no part of it: add the penalty to the loss, or "

@@ -6,19 +6,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import fill, generator, goes_on_from_its_state, loss_of, network
+from toys import fill, generator, loss_of, network
 
 import psgd_lit.optim
 from psgd_lit.affine import affine_blocks, from_real
 from psgd_lit.derivatives import draw_by_parameter
 from psgd_lit.groups import Diagonal, Group, Kron, SparseLU, Triangular
+from psgd_lit.groups.diagonal import Equilibration
 from psgd_lit.low_rank import LowRank
 from psgd_lit.optim import PSGD
 from psgd_lit.probes import coloured, probes_of_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
-FORMS = ["dense", "splu", "kron", "scan", "scan-or-kron", "diagonal", "esgd", LowRank(2)]
+FORMS = ["dense", "splu", "kron", "scan", "scan-or-kron", "diagonal", LowRank(2)]
 
 
 @pytest.fixture
@@ -26,9 +27,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[Tensor, Tensor], di
     """The probes of each step that fits, and what they would have been without colour."""
     kept: list[tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]] = []
 
-    def watched(params: Sequence[Tensor], head: Mapping[str, Any], buckets: Any) -> dict[Tensor, Tensor]:
-        found = probes_of_step(params, head, buckets)
-        kept.append((found, draw_by_parameter(params, head["seed"], head["t"])))
+    def watched(
+        params: Sequence[Tensor], head: Mapping[str, Any], active: Any, t: int, law: str = "normal"
+    ) -> dict[Tensor, Tensor]:
+        found = probes_of_step(params, head, active, t, law)
+        kept.append((found, draw_by_parameter(params, head["seed"], t)))
         return found
 
     monkeypatch.setattr(psgd_lit.optim, "probes_of_step", watched)
@@ -40,7 +43,7 @@ def test_coloured_probes_have_the_covariance_of_the_preconditioner(form: Group) 
     w = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
     opt = PSGD([w], 0.0, preconditioner=form, update_every=1)
     scale = torch.logspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
-    for _ in range(20):
+    for _ in range(21):  # an odd number of pairs
         opt.step(lambda: (scale * w).square().sum() + w.sum().square())
     [(_, bucket)] = opt.buckets.active({})
     units = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
@@ -123,8 +126,73 @@ def test_frozen_parts_and_several_groups(seen) -> None:
 
 
 @pytest.mark.parametrize("form", ["dense", "kron", "splu"])
-def test_a_run_goes_on_from_its_state_to_the_last_bit(form: str) -> None:
-    goes_on_from_its_state(preconditioner=form, probes="alternating")
+@pytest.mark.parametrize("steps", [30, 31])
+def test_a_run_goes_on_from_its_state_to_the_last_bit(form: str, steps: int) -> None:
+    weights = torch.logspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    x, y = (nn.Parameter(torch.ones(4, 6, dtype=torch.float64)) for _ in range(2))
+    opt, other = (PSGD([z], 0.1, update_every=1, preconditioner=form, probes="alternating") for z in (x, y))
+    for t in range(2 * steps):
+        if t == steps:
+            other.load_state_dict(opt.state_dict())
+            y.data.copy_(x.data)
+        opt.step(lambda: (weights * x * x).sum())
+        if t >= steps:
+            other.step(lambda: (weights * y * y).sum())
+    assert torch.equal(x, y)
+
+
+def eigenvalues(opt: PSGD, H: Tensor) -> Tensor:
+    """The magnitudes of the eigenvalues of P H, of an optimizer with one block, in ascending order."""
+    [(_, bucket)] = opt.buckets.active({})
+    Q = bucket.group.matrix(bucket.Q)[0].double()
+    return torch.linalg.eigvalsh(Q @ H.double() @ Q.mT).abs().sort().values
+
+
+def test_blocks_that_take_turns_see_both_laws() -> None:
+    """Two blocks of an indefinite Hessian, each used at every other step: neither drifts, both find flat directions."""
+    axes = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64, generator=generator(0)))[0]
+    values = torch.tensor([1.0, -1.0, 1e-3, -1e-3], dtype=torch.float64)
+    H = axes @ torch.diag(values) @ axes.mT
+    blocks = [nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2)]
+    opt = PSGD(blocks, 0.0, preconditioner=Triangular(), probes="alternating", update_every=1)
+    for t in range(4000):
+        x = blocks[t % 2]
+        opt.step(lambda x=x: x @ H @ x / 2)
+    [(_, bucket)] = opt.buckets.active({})
+    for Q in bucket.group.matrix(bucket.Q):
+        found = torch.linalg.svdvals(Q @ axes @ torch.diag(values.abs().sqrt())).square()
+        assert 0.05 < found.min() < found.max() < 20
+
+
+def test_autocast_does_not_touch_the_probes() -> None:
+    """The coloured probe is arithmetic of the optimizer, which is done in float32 whatever the loss is computed in."""
+    H = torch.diag(torch.logspace(0, -6, 8))
+    H = (axes := torch.linalg.qr(torch.randn(8, 8, generator=generator(0)))[0]) @ H @ axes.mT
+    ends = []
+    for enabled in (False, True):
+        x = nn.Parameter(torch.ones(8))
+        opt = PSGD([x], 0.0, preconditioner="dense", probes="alternating", update_every=1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            for _ in range(200):
+                opt.step(lambda x=x: (x * (H * x).sum(1)).sum() / 2)
+        ends.append(eigenvalues(opt, H))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["nonconvex", "traditional"])
+@pytest.mark.parametrize("damping", [1e-2, 10.0])
+def test_damping_bounds_the_preconditioner_as_with_normal_probes(kind: str, damping: float) -> None:
+    x = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    scale = torch.tensor([1.0, 1e-2, 1e-6], dtype=torch.float64)
+    settings = {"damping": damping, "damping_kind": kind, "probes": "alternating"}
+    opt = PSGD([x], 0.0, preconditioner="dense", update_every=1, **settings)
+    sums = torch.zeros((), dtype=torch.float64)
+    for t in range(3000):
+        opt.step(lambda: (scale * x * x).sum() / 2)
+        if t >= 1000:
+            [(_, bucket)] = opt.buckets.active({})
+            sums += torch.linalg.matrix_norm(bucket.group.matrix(bucket.Q)[0], 2).square().log() / 2000
+    assert 0.3 < sums.exp() * damping < 3
 
 
 def test_the_first_fit_and_a_run_with_normal_probes_are_as_they_were(seen) -> None:
@@ -141,14 +209,25 @@ def test_the_first_fit_and_a_run_with_normal_probes_are_as_they_were(seen) -> No
 
 def test_whitening_refuses_them_and_nothing_has_changed() -> None:
     net = network()
-    with pytest.raises(ValueError, match='choose probes="normal"'):
+    with pytest.raises(ValueError, match="choose another hvp"):
         PSGD(net.parameters(), hvp="whiten", probes="alternating")
     opt = PSGD(net.parameters(), probes="alternating")
     opt.param_groups[0]["hvp"] = "whiten"
     before = [p.detach().clone() for p in net.parameters()]
-    with pytest.raises(ValueError, match="Hessian"):
+    with pytest.raises(ValueError, match="choose another hvp"):
         opt.step(lambda: loss_of(net))
     assert all(torch.equal(x, p) for x, p in zip(before, net.parameters(), strict=True))
+
+
+def test_a_memory_of_half_gradients_refuses_them() -> None:
+    with pytest.raises(ValueError, match='choose "pair"'):
+        PSGD(network().parameters(), normalizer="running", probes="alternating")
+
+
+@pytest.mark.parametrize("form", ["esgd", Equilibration()], ids=repr)
+def test_running_means_of_squares_refuse_them(form: Any) -> None:
+    with pytest.raises(ValueError, match='choose "diagonal"'):
+        PSGD(network().parameters(), preconditioner=form, probes="alternating")
 
 
 def test_real_numbers_go_back_to_what_they_were() -> None:
