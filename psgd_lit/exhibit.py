@@ -159,16 +159,16 @@ class Live:
         return {**view, "text/html": page, "text/plain": f"Live({self.name})"}, metadata
 
 # %% ../nbs/appendix/29_exhibit.ipynb #6b8d6fa0
-def curve_of(result: Any, points: int = 100) -> dict[str, Any]:
+def curve_of(result: Any, points: int = 80) -> dict[str, Any]:
     """Return the thinned curve of a recorded run, as the exhibit "runs" draws it.
 
     Args:
         result: of `psgd_lit.experiments.runner.load_results`.
-        points: about how many points are kept; the last one always is.
+        points: at most how many are kept before the last one, which always is.
     """
     run, curve = result.run, result.curve
     last = len(curve["step"]) - 1
-    kept = [*range(0, last, max(1, round(last / points))), last]
+    kept = [*range(0, last, max(1, math.ceil(last / points))), last]
     steps = [curve["step"][i] for i in kept]
     every = run.update_every
     product = 0 if run.method in ("sgd", "rmsprop", "adam") else {"approx": 1}.get(run.hvp, 2)

@@ -419,8 +419,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         compile: whether torch compiles the fit of Q, at the first step that is due: once for each kind of block, for tens of
             seconds.
         seed: of the probes.
-        probes: their law: "normal", as in the paper; "rademacher", random signs; or "alternating", which colours every other
-            one by Q and so finds flat directions sooner, but not with "whiten".
+        probes: their law: "normal", as in the paper; "rademacher", random signs; or "alternating", every other one of covariance
+            P, which finds flat directions sooner; not with "whiten", "esgd" or the running normalizer.
         process_group: averages gradients and products over these ranks. None averages nothing: DistributedDataParallel
             does it in `backward`, so the first way to call `step` needs the group, and "exact" needs the first way.
 

@@ -125,7 +125,7 @@ def alone(returns: bool = False, **kwargs: Any) -> list[Tensor]:
     def draw(params: list[Tensor], seed: int, t: int, law: str = "normal") -> dict[Tensor, Tensor]:
         return {p: normal(p, place[p], (0, p.numel()), seed, t).view(p.shape) for p in params}
 
-    with patch("psgd_lit.optim.draw_by_parameter", draw):
+    with patch("psgd_lit.probes.draw_by_parameter", draw):
         for _ in range(5):
             opt.step((lambda: loss_of(net)) if returns else backward_of(opt, lambda: loss_of(net)))
     return whole(net)
