@@ -158,7 +158,7 @@ class Live:
         page = static_page(self.name, self.state, self.check)
         return {**view, "text/html": page, "text/plain": f"Live({self.name})"}, metadata
 
-# %% ../nbs/appendix/29_exhibit.ipynb #6b8d6fa0
+# %% ../nbs/appendix/29_exhibit.ipynb #a89ec35a
 def curve_of(result: Any, points: int = 80) -> dict[str, Any]:
     """Return the thinned curve of a recorded run, as the exhibit "runs" draws it.
 

@@ -4,7 +4,7 @@
 __all__ = ['Pairs', 'period', 'schedule', 'average', 'averages', 'hold_averages', 'Move', 'planned_move', 'planned_moves',
            'undefined_if_bad', 'damped_pairs', 'all_finite', 'fits', 'tried', 'PSGD']
 
-# %% ../nbs/optimizer/03_psgd.ipynb #0c1417ee
+# %% ../nbs/optimizer/03_psgd.ipynb #fcc1c9b3
 import math
 import operator
 import warnings
@@ -374,7 +374,7 @@ def tried(
         new.append(Move(move.params, None, steps, goals))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #5c559eeb
+# %% ../nbs/optimizer/03_psgd.ipynb #8ba78c15
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['coloured', 'probes_of_step', 'check_probes']
 
-# %% ../nbs/optimizer/12_probes.ipynb #7e41f8bf
+# %% ../nbs/optimizer/12_probes.ipynb #60e818b5
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +15,7 @@ from .derivatives import draw_by_parameter, without_autocast
 from .groups.diagonal import Equilibration
 from .groups.first_scale import is_asleep
 
-# %% ../nbs/optimizer/12_probes.ipynb #59d75e9d
+# %% ../nbs/optimizer/12_probes.ipynb #c3a18f46
 def coloured(bucket: Any, probe: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
     """Return `Q^T u` by parameter for members that have met an odd number of pairs, and u for all others.
 
@@ -31,7 +31,7 @@ def coloured(bucket: Any, probe: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor
         v = torch.where(turn[:, None, None], bucket.group.apply_t(Q, u), u)
     return {p: from_real(x, p) for p, x in bucket.scatter(v).items() if p in probe}
 
-# %% ../nbs/optimizer/12_probes.ipynb #639ad482
+# %% ../nbs/optimizer/12_probes.ipynb #62bb9531
 def probes_of_step(
     params: Sequence[Tensor],
     head: Mapping[str, Any],
@@ -54,7 +54,7 @@ def probes_of_step(
             probes |= coloured(bucket, probes)
     return probes
 
-# %% ../nbs/optimizer/12_probes.ipynb #23e33a91
+# %% ../nbs/optimizer/12_probes.ipynb #ce7ed654
 _REFUSED = (
     ("hvp", "whiten", "the gradient in place of a product follows no probe", "another hvp"),
     ("normalizer", "running", "the larger of two sizes would divide both", '"pair"'),

@@ -5,7 +5,7 @@ __all__ = ['SETTINGS', 'LR', 'PAPER', 'is_period', 'plain', 'check_number', 'che
            'checked_process_group', 'choices_of', 'saved_form', 'saving', 'entries_of', 'check_entries', 'compatible',
            'nested_entries', 'loadable', 'restoring']
 
-# %% ../nbs/appendix/09_settings.ipynb #8ef38c9e
+# %% ../nbs/appendix/09_settings.ipynb #e98e5f15
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -102,7 +102,7 @@ def check_number(name: str, value: Any, read: bool) -> None:
     if (number or read) and not valid(value):
         raise ValueError(f"{name} must be {text}, not {value!r}")
 
-# %% ../nbs/appendix/09_settings.ipynb #1ea6e1dc
+# %% ../nbs/appendix/09_settings.ipynb #6636c8b6
 def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool = True) -> None:
     """Check the settings of a param group.
 
