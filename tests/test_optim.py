@@ -469,7 +469,7 @@ class BrokenError(Exception):
             "damp",
             "average",
             "planned_move",
-            "draw_by_parameter",
+            "probes_of_step",
             "used_derivatives",
         )
     ],
