@@ -112,7 +112,7 @@ def parameter_block(p: Tensor) -> Block:
     """
     shape = as_real(p).shape
     if len(shape) < 2:
-        return Block((Piece(p, (1, p.numel())),))
+        return Block((Piece(p, (1, as_real(p).numel())),))
     return Block((Piece(p, (1, shape[0], prod(shape[1:]))),))
 
 # %% ../nbs/forms/02_affine.ipynb #4cf29b5e

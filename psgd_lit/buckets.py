@@ -187,6 +187,7 @@ class Bucket(Columns):
         group: their group.
         state: the batch of their states by name.
         may_sleep: whether a member may still wait for its first pair.
+        may_lack: whether a coordinate may still wait for the first pair that meets it.
     """
 
     def __init__(
@@ -210,8 +211,7 @@ class Bucket(Columns):
             name: map_leaves(batch, *(state[name] for state in states)) for name in states[0]
         }
         self.may_sleep = scale == "auto" or any(past is not None for past in stored)
-        self._kept = KeptProduct(self.group)
-        self._learn = learn
+        self._kept, self._learn, self.may_lack = KeptProduct(self.group), learn, True
 
     def compile(self) -> None:
         """Let torch compile `fit` at its next call, once for all step sizes."""
@@ -219,8 +219,11 @@ class Bucket(Columns):
             self._learn = torch.compile(learn, **_WHOLE)
 
     def look(self) -> None:
-        """See whether a member sleeps, for which the host waits."""
+        """See whether a member sleeps, or lacks a pair for a coordinate, for which the host waits."""
         self.may_sleep = bool(is_asleep(self.group, self.Q).any())
+        self.may_lack = bool(
+            ((self.state["share"] == 0).any(-1) | (self.state["pairs"] == 0)).any()
+        )
 
     @property
     def Q(self) -> State:  # noqa: N802
@@ -439,13 +442,15 @@ class Buckets:
         return self._buckets
 
     def look(self, may_wait: bool = True) -> None:
-        """See which buckets have members that wait for their first pair.
+        """See which buckets have members or coordinates that wait for their first pair.
 
         Args:
             may_wait: whether the host may wait for a device; if not, only buckets on the processor are looked at.
         """
         for _, bucket in self._buckets:
-            if bucket.may_sleep and (may_wait or bucket.device.type == "cpu"):
+            if (bucket.may_sleep or bucket.may_lack) and (
+                may_wait or bucket.device.type == "cpu"
+            ):
                 bucket.look()
 
     def keep(self, fitted: Sequence[dict[str, Any]] = ()) -> None:

@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['COUNTS', 'MEASURED', 'Trial', 'on_trial', 'number', 'judged', 'is_read', 'after_loss', 'word_of_trouble', 'LossWatch',
-           'direction', 'criterion_terms', 'RunWatch']
+           'remembered', 'direction', 'criterion_terms', 'RunWatch']
 
 # %% ../nbs/optimizer/02_descent.ipynb #584350fb
 import math
@@ -171,8 +171,15 @@ def word_of_trouble(head: Mapping[str, Any]) -> str | None:
     return next((words for name, (share, words) in told if int(counts[name]) > share * t), None)
 
 # %% ../nbs/optimizer/02_descent.ipynb #a4c52957
-COUNTS = {"t": 0, "joined": 0, "fits": 0, "skipped": 0, "dropped": 0, "ceiling": 0.0}
-COUNTS |= {"exploded": 0, "loss": float("inf"), "part": 1.0, "refused": 0}
+COUNTS: dict[str, Any] = {
+    "t": 0,
+    "joined": 0,
+    "fits": 0,
+    "skipped": 0,
+    "dropped": 0,
+    "ceiling": 0.0,
+}
+COUNTS |= {"exploded": 0, "loss": float("inf"), "part": 1.0, "refused": 0, "threshold": None}
 
 
 class LossWatch:
@@ -215,24 +222,38 @@ class LossWatch:
         for group in self.param_groups:
             group["loss"] = math.inf
 
+# %% ../nbs/optimizer/02_descent.ipynb #27973c9a
+def remembered(head: Mapping[str, Any], most: float | Tensor) -> dict[str, Tensor | None]:
+    """Return what a param group keeps of the threshold on the norm of a step: itself if it was made from parameters, else None.
+
+    Args:
+        head: a param group, with `max_norm`.
+        most: the threshold.
+    """
+    is_made = isinstance(head["max_norm"], str)
+    return {"threshold": most if is_made and isinstance(most, Tensor) else None}
+
 # %% ../nbs/optimizer/02_descent.ipynb #da651e93
 def direction(
     bucket: Any, gradient: Mapping[Tensor, Tensor], Q: Any, hvp: str, steps: int = 1
 ) -> Tensor:
-    """Return P g as columns, `(members, n, 1)`, and what stands for it in members that have not met a pair.
+    """Return P g as columns, `(members, n, 1)`, and what stands for it where no pair has been met.
 
     Args:
-        bucket: blocks of one kind, with `gather`, `precondition`, `may_sleep` and `group`.
+        bucket: blocks of one kind, with `gather`, `precondition`, `may_sleep`, `may_lack`, `state` and `group`.
         gradient: g by parameter.
         Q: what to use in place of the state's Q.
         hvp: where products come from.
         steps: for how many steps Q stands still.
     """
     x: Tensor = bucket.precondition(gradient, Q, steps)
-    if not bucket.may_sleep:
+    if not (bucket.may_sleep or bucket.may_lack):
         return x
+    g = bucket.gather(gradient)
+    if bucket.may_lack:
+        x = x.masked_fill(g.abs() + bucket.state["share"][..., None] == 0, 0.0)
     asleep = is_asleep(bucket.group, Q)[:, None, None]
-    return torch.where(asleep, step_before_pair(bucket.gather(gradient), hvp == "whiten"), x)
+    return torch.where(asleep, step_before_pair(g, hvp == "whiten"), x)
 
 # %% ../nbs/optimizer/02_descent.ipynb #9098f3d9
 def criterion_terms(bucket: Any, Q: Any, probes: Any, products: Any) -> Tensor:

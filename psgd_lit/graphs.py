@@ -35,6 +35,12 @@ WAYS_OUT = (
 )
 
 
+_USED_UP = (
+    "the graph of the gradients is used up, which is what the step of another optimizer does: give all parameters to one "
+    "optimizer, in param groups, or run backward(create_graph=True) before each step"
+)
+
+
 class SecondDerivativeError(RuntimeError):
     """An operator of the loss lacks a derivative that the exact or the forward product needs."""
 
@@ -48,6 +54,8 @@ def refusals_explained() -> Iterator[None]:
         reason = str(error).partition("\n")[0].rstrip(".")
         if _REFUSALS.search(reason):
             raise SecondDerivativeError(f"{reason}. {WAYS_OUT}") from error
+        if "backward through the graph a second time" in reason:
+            raise RuntimeError(_USED_UP) from error
         raise
 
 # %% ../nbs/appendix/04_graphs.ipynb #fa7c62e0

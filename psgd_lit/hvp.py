@@ -96,7 +96,8 @@ def loss_and_gradient(
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise ValueError(
-                "the closure ran backward() itself: it must only return the loss"
+                "the graph of the loss is used up: the closure must compute the loss anew and run no backward() itself; "
+                "give the parameters of several parts to one optimizer, in param groups"
             ) from error
         raise
     if any(g is None for g in grads):

@@ -52,6 +52,7 @@ from psgd_lit.descent import (
     judged,
     number,
     on_trial,
+    remembered,
     word_of_trouble,
 )
 from .probes import probes_of_step
@@ -206,7 +207,7 @@ def planned_moves(
     ready: Sequence[Any],
     gradient: Mapping[Tensor, Tensor],
     means: Mapping[Tensor, Tensor],
-) -> tuple[list[Move], Tensor]:
+) -> tuple[list[Move], Tensor, dict[str, Tensor | None]]:
     """Plan to move all parameters by P times the averaged gradient, with the Q of the previous iteration.
 
     Args:
@@ -217,7 +218,7 @@ def planned_moves(
         means: the averaged gradients of those whose group has momentum.
 
     Returns:
-        The moves, and whether all is finite, a boolean number on the device.
+        The moves, whether all is finite, a boolean number on the device, and what is kept of the threshold of the step.
     """
     steps, is_due = schedule(groups[0])
     still = 1 if is_due else steps  # at a step that fits, Q is new
@@ -234,7 +235,8 @@ def planned_moves(
     for group in groups:
         if isinstance(group["lr"], Tensor):
             finite = finite & group["lr"].reshape(()).isfinite().to(finite.device)
-    return [planned_move(*one, gradient, factor, finite) for one in ahead], finite
+    moves = [planned_move(*one, gradient, factor, finite) for one in ahead]
+    return moves, finite, remembered(groups[0], most)
 
 # %% ../nbs/optimizer/03_psgd.ipynb #eab76525
 def undefined_if_bad(
@@ -409,8 +411,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
             every tenth from the 180th on. Iterations are counted from the one at which the last param group joined.
         damping: lambda of the damping that Q is fitted with; P stays below about 1 / lambda.
         damping_kind: "nonconvex", by independent noise, or "traditional", by the probe itself.
-        max_norm: threshold on the norm of `P g` over all parameters; "auto" is the root of their number with "whiten",
-            else the norm of the parameters, but 1 at least, and no block's step is longer by itself.
+        max_norm: threshold on the norm of `P g` over all parameters; "auto" is the root of their number with "whiten", else
+            their norm, that at step 100 from there on, but 1 at least, and no block's step is longer by itself.
         monotone: whether a step that has raised the loss is taken back and halved at the next call; for losses that are
             the same function at each call, without `weight_decay`. Call `settle` before you change parameters by hand.
         momentum: weight of the past in the average of gradients that P multiplies.
@@ -600,7 +602,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         )
         ready = [begun(bucket, gradient, probed) for _, bucket in active]
         means = averages(groups, self.state, gradient)
-        moves, finite = planned_moves(groups, active, ready, gradient, means)
+        moves, finite, clip = planned_moves(groups, active, ready, gradient, means)
         trial, refused = judged(groups[0], loss)
         moves, kept = tried(moves, self.state, refused, trial["part"]) if trial else (moves, {})
         used = finite & ~refused.to(finite.device)
@@ -616,6 +618,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
             {name: groups[0][name] + n for name, n in steps.items()}
             | trial
             | after_loss(groups[0], loss)
+            | clip
         )
         self.look(active, ready, states, gradient, means, probed, moves)
         for move in moves:

@@ -88,15 +88,25 @@ def clip_factor(tensors: Sequence[Tensor], max_norm: float | Tensor) -> Tensor:
     return factor.where(norm < math.inf, 0.0)
 
 # %% ../nbs/criterion/03_regularisation.ipynb #e06ff1f1
-def threshold(hvp: str, count: int, norm: Callable[[], Tensor]) -> float | Tensor:
+_SETTLING = 100  # steps in which the threshold follows the parameters
+
+
+def threshold(
+    head: Mapping[str, Any], count: int, norm: Callable[[], Tensor]
+) -> float | Tensor:
     """Return the threshold on the norm of a step where the user has given none.
 
     Args:
-        hvp: where the products come from.
+        head: a param group, with `hvp`, the iterations `t` and `joined`, and `threshold`, that of the step before or None.
         count: the number of entries of all parameters.
         norm: returns the norm of all parameters, and is called only if it counts.
     """
-    return math.sqrt(count) if hvp == "whiten" else norm().clamp(min=1.0)  # eq-threshold
+    if head["hvp"] == "whiten":
+        return math.sqrt(count)
+    known: Tensor | None = head["threshold"]
+    if known is None or head["t"] - head["joined"] < _SETTLING:
+        return norm().clamp(min=1.0)  # eq-threshold
+    return known
 
 # %% ../nbs/criterion/03_regularisation.ipynb #03c7c84d
 def clip_blocks(
@@ -107,14 +117,14 @@ def clip_blocks(
     Args:
         columns: steps as batches of columns, `(members, n, k)`. A member whose norm overflows becomes zero; one that is
             not finite stays so.
-        head: a param group, with `max_norm`, a number or "auto", and `hvp`.
+        head: a param group, with `max_norm`, a number or "auto", and what `threshold` reads.
         count: the number of entries of all parameters.
         norm: returns the norm of all parameters, and is called only if it counts.
     """
     given: float | str = head["max_norm"]
     if not isinstance(given, str):
         return given
-    most = threshold(head["hvp"], count, norm)
+    most = threshold(head, count, norm)
     for x in columns:
         length = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
         limit = most.to(x) if isinstance(most, Tensor) else most

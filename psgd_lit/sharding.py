@@ -30,7 +30,7 @@ from psgd_lit.derivatives import (
     stored_derivatives,
     without_autocast,
 )
-from .descent import after_loss, direction, number
+from .descent import after_loss, direction, number, remembered
 from .groups.protocol import Group
 from .hvp import hvp_approx
 from .optim import PSGD, Move, averages, damped_pairs, fits, hold_averages, planned_move
@@ -472,8 +472,8 @@ def shared_factor(
     count: int,
     head: Mapping[str, Any],
     bad: Tensor,
-) -> Tensor:
-    """Return the factor by which all ranks clip the step, 0 if it is not finite on any.
+) -> tuple[Tensor, float | Tensor]:
+    """Return the factor by which all ranks clip the step, 0 if it is not finite on any, and the threshold.
 
     Args:
         team: the ranks.
@@ -481,7 +481,7 @@ def shared_factor(
         lengths: the same by parameter, which are read after that.
         held: what this rank holds of the parameters.
         count: the number of entries of all parameters.
-        head: a param group, with `max_norm` and `hvp`.
+        head: a param group, with what `psgd_lit.regularization.clip_blocks` reads.
         bad: a number above 0 if this rank knows that the step is undefined.
     """
 
@@ -492,7 +492,7 @@ def shared_factor(
     most = clip_blocks(columns, head, count, place.sqrt)
     step = team.total(square(lengths))
     factor: Tensor = (most / step.sqrt()).clamp(max=1.0)  # eq-clipping
-    return factor.where(step.isfinite() & (bad == 0), 0.0)
+    return factor.where(step.isfinite() & (bad == 0), 0.0), most
 
 # %% ../nbs/optimizer/08_several_machines.ipynb #5c902372
 def vectors(
@@ -525,6 +525,7 @@ class Plan(NamedTuple):
         means: averaged gradients.
         finite: whether the step is finite on all ranks, a boolean number.
         dropped: whether a product here was not, a boolean number.
+        most: the threshold on the norm of the step.
     """
 
     steps: dict[Tensor, Tensor]
@@ -532,6 +533,7 @@ class Plan(NamedTuple):
     means: dict[Tensor, Tensor]
     finite: Tensor
     dropped: Tensor
+    most: float | Tensor
 
 # %% ../nbs/optimizer/08_several_machines.ipynb #63e46229
 def planned(
@@ -539,7 +541,7 @@ def planned(
     gradient: Mapping[Tensor, Tensor],
     pairs: Mapping[Tensor, tuple[Tensor, Tensor]],
     draw: Callable[[int], Mapping[Tensor, Tensor]],
-    clip: Callable[[list[Tensor], Iterable[Tensor]], Tensor],
+    clip: Callable[[list[Tensor], Iterable[Tensor]], tuple[Tensor, float | Tensor]],
 ) -> Plan:
     """Compute the step of some blocks, and change nothing.
 
@@ -548,8 +550,8 @@ def planned(
         gradient: of the parameters of these blocks.
         pairs: probe and product of each, if Q is to be fitted.
         draw: draws probes at an iteration.
-        clip: returns the factor of the whole step from the P g of these blocks, as columns, which it may shorten, and then
-            by parameter.
+        clip: returns the factor of the whole step, and the threshold, from the P g of these blocks, as columns, which it may
+            shorten, and then by parameter.
     """
     groups, state = optimizer.param_groups, optimizer.state
     active = optimizer.buckets.active(gradient)
@@ -562,13 +564,15 @@ def planned(
         for (group, b), Q in zip(active, ready, strict=True)
     ]
     lengths = (u for _, b, x in ahead for p, u in b.scatter(x).items() if p in gradient)
-    factor = clip([x for *_, x in ahead], lengths)  # in this order, for lengths may be copies
+    factor, most = clip(
+        [x for *_, x in ahead], lengths
+    )  # in this order, for lengths may be copies
     finite = factor > 0
     hold_averages(state, means, finite)
     states, dropped = fits(active, ready, *probed, finite)
     moves = [planned_move(*one, gradient, factor, finite) for one in ahead]
     steps = {p: step for move in moves for p, step in zip(move.params, move.steps, strict=True)}
-    return Plan(steps, states, means, finite, dropped)
+    return Plan(steps, states, means, finite, dropped, most)
 
 # %% ../nbs/optimizer/08_several_machines.ipynb #9c294c95
 def local_moves(
@@ -817,8 +821,7 @@ class SharedPSGD(OwnedState):
         self._mark(
             choice.block.params[0] for choices in self.buckets.choices for choice in choices
         )
-        known = {name: head[name] + n for name, n in counts.items()} | after_loss(
-            head, number(loss)
-        )
+        known = {name: head[name] + n for name, n in counts.items()}
+        known |= after_loss(head, number(loss)) | remembered(head, plan.most)
         for group in self.param_groups:
             group |= known

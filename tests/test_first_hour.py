@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
-from toys import equal, loss_of, network, quiet
+from toys import equal, fill, generator, loss_of, network, quiet
 
 from psgd_lit import PSGD, PreconditionedLBFGS, affine_blocks, doctor, optim
 from psgd_lit.affine import Block, Piece
+from psgd_lit.experiments.digits import load_digits
 from psgd_lit.regularization import clip_blocks, clip_factor
 from psgd_lit.sharding import planned
 
@@ -92,9 +93,9 @@ def test_what_an_owner_plans_is_measured_after_its_blocks_are_shortened():
     opt = PSGD([p, q], lr=1.0, hvp="whiten", init_scale=1e6, blocks=[block])
     g = {p: torch.ones(6), q: torch.ones(3)}
 
-    def clip(columns: list[Tensor], lengths: Any) -> Tensor:
+    def clip(columns: list[Tensor], lengths: Any) -> tuple[Tensor, float]:
         clip_blocks(columns, opt.param_groups[0], 1, lambda: torch.tensor(1.0))
-        return clip_factor(list(lengths), 1.0)
+        return clip_factor(list(lengths), 1.0), 1.0
 
     with torch.no_grad():
         plan = planned(opt, g, {one: (x, x) for one, x in g.items()}, lambda t: {}, clip)
@@ -508,3 +509,151 @@ def test_lbfgs_leaves_frozen_layers_and_takes_new_ones(preconditioner):
         lbfgs.step(lambda: fit_error(net) + fit_error(late))
     assert torch.equal(net[0].weight, frozen)
     assert fit_error(late).item() < 0.9 * before
+
+
+def digits_classifier(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(196, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_classifier_that_separates_its_classes_stays_there(seed):
+    """Once all is right, the curvature is next to nothing and P huge: long steps must not feed on each other."""
+    images, labels, others, truth = load_digits()
+    net, source = digits_classifier(seed), generator(seed)
+    opt = PSGD(net.parameters())
+    for _ in range(1800):
+        i = torch.randint(len(images), (50,), generator=source)
+        opt.step(lambda i=i: nn.functional.cross_entropy(net(images[i]), labels[i]))
+    with torch.no_grad():
+        assert nn.functional.cross_entropy(net(images), labels) < 0.1
+        assert (net(others).argmax(1) != truth).float().mean() < 0.13
+
+
+def test_the_threshold_follows_a_hundred_steps_and_then_stands_still():
+    x = nn.Parameter(torch.full((4,), 10.0))
+    opt = PSGD([x], lr=1e-3)
+    seen = []
+    for t in range(130):
+        if t == 60:
+            x.data.fill_(50.0)
+        if t == 110:
+            x.data.fill_(1e3)
+        opt.step(lambda: x.square().sum())
+        seen.append(opt.param_groups[0]["threshold"].item())
+    assert seen[0] == 20
+    assert 90 < seen[60] <= 100
+    assert len(set(seen[99:])) == 1
+    late = nn.Parameter(torch.ones(4))
+    opt.add_param_group({"params": [late]})
+    opt.step(lambda: x.square().sum() + late.square().sum())
+    assert opt.param_groups[1]["threshold"].item() > 1e3  # it follows again
+
+
+def test_the_threshold_is_a_part_of_the_state():
+    ends = []
+    for breaks in (False, True):
+        x = nn.Parameter(torch.arange(1.0, 5.0))
+        opt = PSGD([x], seed=3)
+        for t in range(140):
+            if breaks and t == 120:
+                saved, opt = copy.deepcopy(opt.state_dict()), PSGD([x], seed=3)
+                opt.load_state_dict(saved)
+            opt.step(lambda x=x: (x - 300).abs().pow(1.5).sum())
+        ends.append(x.detach().clone())
+    assert torch.equal(*ends)
+
+
+def test_another_rule_forgets_the_threshold():
+    x = nn.Parameter(torch.ones(4))
+    opt = PSGD([x])
+    opt.step(lambda: x.square().sum())
+    assert opt.param_groups[0]["threshold"] is not None
+    opt.param_groups[0]["max_norm"] = 3.0
+    opt.step(lambda: x.square().sum())
+    assert opt.param_groups[0]["threshold"] is None
+
+
+@pytest.mark.parametrize("hvp", ["exact", "approx", "whiten", "forward"])
+@pytest.mark.parametrize("form", ["kron", "scan-or-kron", "dense", "splu", "diagonal"])
+def test_masked_entries_stay(hvp, form):
+    """P couples coordinates, and one without gradient and without pair must not wander."""
+    layer, out = nn.Linear(6, 5), nn.Linear(5, 1)
+    net = nn.Sequential(layer, nn.Tanh(), out)
+    fill(net)
+    mask = (torch.rand(5, 6, generator=generator(1)) < 0.5).float()
+    before = layer.weight.detach().clone()
+    points = torch.randn(32, 6, generator=generator(2))
+    opt = PSGD(net.parameters(), hvp=hvp, preconditioner=form, blocks=affine_blocks(net))
+
+    def loss():
+        weight = layer.weight * mask + (1 - mask) * before
+        hidden = torch.tanh(points @ weight.mT + layer.bias)
+        return (out(hidden) - points.sum(1, keepdim=True).sin()).square().mean()
+
+    first = loss().item()
+    for _ in range(120):
+        opt.step(loss)
+    assert torch.equal(layer.weight[mask == 0], before[mask == 0])
+    assert loss().item() < 0.7 * first
+
+
+def test_signs_that_torch_keeps_in_a_parameter_stay():
+    """The orthogonal parametrization reads signs from the diagonal of its parameter."""
+    net = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(10, 6)), nn.Tanh(), nn.Linear(6, 1))
+    points = torch.randn(64, 10, generator=generator(0))
+    opt = PSGD(net.parameters())
+    for _ in range(100):
+        opt.step(lambda: (net(points) - points[:, :1].sin()).square().mean())
+    weight = net[0].weight.detach()
+    torch.testing.assert_close(weight @ weight.mT, torch.eye(6), rtol=0, atol=1e-5)
+
+
+def test_coordinates_that_are_met_late_learn():
+    """What no pair has met yet moves with its own gradient, and is a coordinate like others from its first pair on."""
+    x = nn.Parameter(torch.ones(3, 4))
+    opt = PSGD([x], update_every=2)
+    for t in range(200):
+        rows = x if t >= 20 else x[:2]
+        opt.step(lambda rows=rows: rows.square().sum())
+        if t == 19:
+            assert torch.equal(x[2], torch.ones(4))
+    assert x.norm() < 1e-2
+
+
+def test_a_complex_number_is_a_parameter():
+    z = nn.Parameter(torch.tensor(1 + 1j))
+    opt = PSGD([z])
+    for _ in range(200):
+        opt.step(lambda: (z**2 - 1j).abs().square())
+    assert abs(z.item() ** 2 - 1j) < 1e-3
+
+
+def test_another_optimizer_beside_psgd_by_one_backward():
+    (net,) = experts(1)
+    few, many = (list(filter(choose, net.parameters())) for choose in (lambda p: p.ndim > 1, lambda p: p.ndim < 2))
+    ours, theirs = PSGD(few), torch.optim.AdamW(many, 1e-2)
+    first, biases = fit_error(net).item(), [p.detach().clone() for p in many]
+    for _ in range(40):
+        net.zero_grad()
+        with quiet():
+            fit_error(net).backward(create_graph=ours.due, inputs=list(net.parameters()))
+        ours.step()
+        theirs.step()
+    assert fit_error(net).item() < 0.5 * first
+    assert not any(torch.equal(p, x) for p, x in zip(many, biases, strict=True))
+
+
+def test_two_of_them_on_one_loss_are_told_to_be_one():
+    (net,) = experts(1)
+    first, second = PSGD(net[0].parameters()), PSGD(net[2].parameters())
+    with quiet():
+        fit_error(net).backward(create_graph=True, inputs=list(net.parameters()))
+    first.step()
+    with pytest.raises(RuntimeError, match="param groups"):
+        second.step()
+    loss = fit_error(net)
+    first.step(lambda: loss)
+    with pytest.raises(ValueError, match="param groups"):
+        second.step(lambda: loss)
