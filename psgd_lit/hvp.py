@@ -96,8 +96,9 @@ def loss_and_gradient(
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise ValueError(
-                "the graph of the loss is used up: the closure must compute the loss anew and run no backward() itself; "
-                "give the parameters of several parts to one optimizer, in param groups"
+                "the graph of the loss is used up: either the closure ran backward() itself, and must only return the loss, "
+                "or another optimizer has differentiated it: then compute it anew, or give all parameters to one optimizer, "
+                "in param groups"
             ) from error
         raise
     if any(g is None for g in grads):

@@ -528,8 +528,8 @@ def test_stopwatch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("method", ["sgd", "rmsprop", "esgd", "kron", "scan", "splu"])
 def test_steps_read_no_tensor(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two records no number is read from a tensor, which on a GPU would wait for it."""
-    training = trained(replace(SHORT, method=method), 1)
+    """Once all coordinates have met a pair, no number is read between two records, for which a GPU would make us wait."""
+    training = trained(replace(SHORT, method=method), 2)
     read = []
     for name in ("item", "tolist", "__float__", "__bool__", "__int__", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, lambda tensor, name=name: read.append(name))
