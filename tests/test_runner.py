@@ -528,7 +528,7 @@ def test_stopwatch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("method", ["sgd", "rmsprop", "esgd", "kron", "scan", "splu"])
 def test_steps_read_no_tensor(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once all coordinates have met a pair, no number is read between two records, for which a GPU would make us wait."""
+    """Once all coordinates have met a pair, no number is read between records, for which a GPU would make us wait."""
     training = trained(replace(SHORT, method=method), 2)
     read = []
     for name in ("item", "tolist", "__float__", "__bool__", "__int__", "cpu", "numpy"):
