@@ -104,7 +104,7 @@ class Block:
             piece.param: piece.put(part) for piece, part in zip(self.pieces, parts, strict=True)
         }
 
-# %% ../nbs/forms/02_affine.ipynb #dbd9e767
+# %% ../nbs/forms/02_affine.ipynb #ba2cf5f8
 def parameter_block(p: Tensor) -> Block:
     """Return the block that one parameter fills: a vector or a matrix.
 

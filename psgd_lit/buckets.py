@@ -176,7 +176,7 @@ class KeptProduct:
             self._product = self.group.product(Q)
         return self._product
 
-# %% ../nbs/appendix/08_buckets.ipynb #c143fe16
+# %% ../nbs/appendix/08_buckets.ipynb #7cb92bf2
 _WHOLE: Any = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
 
 
@@ -367,7 +367,7 @@ def parts_of(
     new = {p for p in group["params"] if p.requires_grad or state.get(p)} - set().union(*old)
     return [*old, new]
 
-# %% ../nbs/appendix/08_buckets.ipynb #4199031a
+# %% ../nbs/appendix/08_buckets.ipynb #70fde9cd
 class Buckets:
     """The buckets of several param groups, which follow the set of active blocks and their dtypes and devices.
 

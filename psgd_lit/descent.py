@@ -170,7 +170,7 @@ def word_of_trouble(head: Mapping[str, Any]) -> str | None:
     told = _TROUBLES.items()
     return next((words for name, (share, words) in told if int(counts[name]) > share * t), None)
 
-# %% ../nbs/optimizer/02_descent.ipynb #a4c52957
+# %% ../nbs/optimizer/02_descent.ipynb #a8181b17
 COUNTS: dict[str, Any] = {
     "t": 0,
     "joined": 0,
@@ -222,7 +222,7 @@ class LossWatch:
         for group in self.param_groups:
             group["loss"] = math.inf
 
-# %% ../nbs/optimizer/02_descent.ipynb #27973c9a
+# %% ../nbs/optimizer/02_descent.ipynb #c745539b
 def remembered(head: Mapping[str, Any], most: float | Tensor) -> dict[str, Tensor | None]:
     """Return what a param group keeps of the threshold on the norm of a step: itself if it was made from parameters, else None.
 
@@ -233,7 +233,7 @@ def remembered(head: Mapping[str, Any], most: float | Tensor) -> dict[str, Tenso
     is_made = isinstance(head["max_norm"], str)
     return {"threshold": most if is_made and isinstance(most, Tensor) else None}
 
-# %% ../nbs/optimizer/02_descent.ipynb #da651e93
+# %% ../nbs/optimizer/02_descent.ipynb #93708038
 def direction(
     bucket: Any, gradient: Mapping[Tensor, Tensor], Q: Any, hvp: str, steps: int = 1
 ) -> Tensor:

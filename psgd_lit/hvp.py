@@ -56,7 +56,7 @@ def _check_pairs(params: Sequence[Tensor], probe: Sequence[Tensor]) -> None:
                 f"probe[{i}] must be like params[{i}], which is {kinds[0]}, but is {kinds[1]}"
             )
 
-# %% ../nbs/criterion/01_hvp.ipynb #57755df9
+# %% ../nbs/criterion/01_hvp.ipynb #027ee1f7
 def loss_and_gradient(
     closure: Callable[[], Tensor], params: Sequence[Tensor], twice: bool = False
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:

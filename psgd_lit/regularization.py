@@ -87,7 +87,7 @@ def clip_factor(tensors: Sequence[Tensor], max_norm: float | Tensor) -> Tensor:
     factor: Tensor = (max_norm / norm).clamp(max=1.0)  # eq-clipping
     return factor.where(norm < math.inf, 0.0)
 
-# %% ../nbs/criterion/03_regularisation.ipynb #e06ff1f1
+# %% ../nbs/criterion/03_regularisation.ipynb #bedae40a
 _SETTLING = 100  # steps in which the threshold follows the parameters
 
 
@@ -108,7 +108,7 @@ def threshold(
         return norm().clamp(min=1.0)  # eq-threshold
     return known
 
-# %% ../nbs/criterion/03_regularisation.ipynb #03c7c84d
+# %% ../nbs/criterion/03_regularisation.ipynb #774a7615
 def clip_blocks(
     columns: Iterable[Tensor], head: Mapping[str, Any], count: int, norm: Callable[[], Tensor]
 ) -> float | Tensor:

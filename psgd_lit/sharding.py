@@ -6,7 +6,7 @@ __all__ = ['CHUNK', 'Lots', 'Team', 'team_of', 'assigned', 'costs_of', 'owners_o
            'shared_factor', 'vectors', 'Plan', 'planned', 'local_moves', 'owned_entries', 'OwnedState',
            'derivatives_here', 'SharedPSGD']
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #5c58ad71
+# %% ../nbs/optimizer/08_several_machines.ipynb #190d03d1
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -463,7 +463,7 @@ def bad_signs(loss: Any, overflow: Tensor | None, like: Tensor) -> Tensor:
         ]
     ).sum()
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #023d7578
+# %% ../nbs/optimizer/08_several_machines.ipynb #a1cbbbb0
 def shared_factor(
     team: Team,
     columns: Iterable[Tensor],
@@ -515,7 +515,7 @@ def vectors(
         for p, x in pairs
     }
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #e7f70959
+# %% ../nbs/optimizer/08_several_machines.ipynb #93b068cb
 class Plan(NamedTuple):
     """What a rank has computed for the blocks that it owns.
 
@@ -535,7 +535,7 @@ class Plan(NamedTuple):
     dropped: Tensor
     most: float | Tensor
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #63e46229
+# %% ../nbs/optimizer/08_several_machines.ipynb #44f04010
 def planned(
     optimizer: PSGD,
     gradient: Mapping[Tensor, Tensor],
@@ -735,7 +735,7 @@ def derivatives_here(
     derive = stored_derivatives if closure is None else partial(closure_derivatives, closure)
     return derive(params, probe, head["hvp"])
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #16725cc4
+# %% ../nbs/optimizer/08_several_machines.ipynb #189e17cc
 _WEIGHT = (
     "weight must be positive and finite, and 1 where fully_shard has averaged before, not {!r}; there multiply the loss of "
     "this rank by its batch over the mean batch"
