@@ -177,8 +177,10 @@ class Trial(NamedTuple):
             return "yes"
         if bound > TELLING:
             return "can't tell: the differences that judge it are apart themselves"
+        fine = min(TELLING, max(TELLING / 10, 10 * bound))
+        limit = TELLING if self.hvp == "approx" else fine
         return (
-            "yes" if self.deviation <= TELLING else "doubtful: off by more than a difference is"
+            "yes" if self.deviation <= limit else "doubtful: off by more than a difference is"
         )
 
 # %% ../nbs/appendix/10_examination.ipynb #379c0c3d
