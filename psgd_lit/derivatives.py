@@ -161,7 +161,11 @@ def check_parameters(params: Iterable[Tensor], sharded: bool = False) -> None:
                 f"a parameter of shape {tuple(p.shape)} was expanded, so that its entries share memory: make it "
                 "contiguous, or expand it in the loss"
             )
-    histories(params)
+    for history in histories(params):
+        if history is not None:
+            history.differences = (
+                0  # a new optimizer looks anew whether its closure is one function
+            )
 
 # %% ../nbs/appendix/06_derivatives.ipynb #d9742922
 _WAYS = """Three ways to call step:

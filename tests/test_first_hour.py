@@ -657,3 +657,19 @@ def test_two_of_them_on_one_loss_are_told_to_be_one():
     first.step(lambda: loss)
     with pytest.raises(ValueError, match="param groups"):
         second.step(lambda: loss)
+
+
+def test_a_second_optimizer_looks_anew_whether_its_closure_is_one_function():
+    """As where a cell of a notebook is run again with another closure."""
+    (net,) = experts(1)
+    source = generator(0)
+
+    def noisy() -> Tensor:
+        return fit_error(net) + (torch.randn(2, 1, generator=source) * net[0].weight.sum()).mean()
+
+    for _ in range(2):
+        opt = PSGD(net.parameters(), hvp="approx")
+        with pytest.warns(UserWarning, match="closure"):
+            opt.step(noisy)
+        for _ in range(3):
+            opt.step(lambda: fit_error(net))
