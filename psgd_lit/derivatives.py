@@ -127,7 +127,7 @@ def active_parameters(
         p for p in every if p.requires_grad and p.numel() and not (stored and p.grad is None)
     ]
 
-# %% ../nbs/appendix/06_derivatives.ipynb #c8465676
+# %% ../nbs/appendix/06_derivatives.ipynb #0e32fd02
 _SHARDED = (
     "the parameters are sharded (DTensor, as FSDP2's fully_shard makes them), and PSGD needs them whole: use "
     'psgd_lit.sharding.SharedPSGD, with the same arguments and hvp="whiten" or "approx"'

@@ -151,7 +151,7 @@ def examine(loss: Callable[[], Tensor], names: Mapping[Tensor, str]) -> Conditio
 # %% ../nbs/appendix/10_examination.ipynb #0889d16b
 TELLING = 0.1
 
-# %% ../nbs/appendix/10_examination.ipynb #2aa1cc19
+# %% ../nbs/appendix/10_examination.ipynb #c0cc7e8c
 class Trial(NamedTuple):
     """What became of one kind of product.
 
