@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['COUNTS', 'MEASURED', 'Trial', 'on_trial', 'number', 'judged', 'is_read', 'after_loss', 'word_of_trouble', 'LossWatch',
-           'remembered', 'direction', 'criterion_terms', 'RunWatch']
+           'direction', 'criterion_terms', 'RunWatch']
 
 # %% ../nbs/optimizer/02_descent.ipynb #584350fb
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from .groups.first_scale import is_asleep, step_before_pair
-from .regularization import clip_blocks, clip_factor
+from .regularization import clip_blocks, clip_factor, reference
 
 # %% ../nbs/optimizer/02_descent.ipynb #3015ea70
 class Trial(NamedTuple):
@@ -179,7 +179,7 @@ COUNTS: dict[str, Any] = {
     "dropped": 0,
     "ceiling": 0.0,
 }
-COUNTS |= {"exploded": 0, "loss": float("inf"), "part": 1.0, "refused": 0, "threshold": None}
+COUNTS |= {"exploded": 0, "loss": float("inf"), "part": 1.0, "refused": 0, "reference": None}
 
 
 class LossWatch:
@@ -221,17 +221,6 @@ class LossWatch:
                 entries.pop("direction", None)
         for group in self.param_groups:
             group["loss"] = math.inf
-
-# %% ../nbs/optimizer/02_descent.ipynb #c745539b
-def remembered(head: Mapping[str, Any], most: float | Tensor) -> dict[str, Tensor | None]:
-    """Return what a param group keeps of the threshold on the norm of a step: itself if it was made from parameters, else None.
-
-    Args:
-        head: a param group, with `max_norm`.
-        most: the threshold.
-    """
-    is_made = isinstance(head["max_norm"], str)
-    return {"threshold": most if is_made and isinstance(most, Tensor) else None}
 
 # %% ../nbs/optimizer/02_descent.ipynb #93708038
 def direction(
@@ -313,7 +302,7 @@ class RunWatch:
             self._seen[f"{name}_norm"] = get_total_norm([one.detach() for one in x])
         real = [torch.view_as_real(p) if p.is_complex() else p for p in map(Tensor.detach, g)]
         count = sum(x.numel() for x in real)
-        most = clip_blocks(ahead, head, count, lambda: get_total_norm(real))
+        most = clip_blocks(ahead, head, count, reference(head, lambda: get_total_norm(real)))
         cut = [x for (b, _), each in zip(both, ahead, strict=True) for x in b.parts(each, g)]
         self._seen["clip"] = clip_factor(cut, most)
         for (_, b), state in zip(active, states or [b.state for _, b in active], strict=True):

@@ -52,11 +52,10 @@ from psgd_lit.descent import (
     judged,
     number,
     on_trial,
-    remembered,
     word_of_trouble,
 )
 from .probes import probes_of_step
-from .regularization import clip_blocks, clip_factor, damp
+from .regularization import clip_blocks, clip_factor, damp, reference
 from psgd_lit.settings import (
     LR,
     SETTINGS,
@@ -218,7 +217,7 @@ def planned_moves(
         means: the averaged gradients of those whose group has momentum.
 
     Returns:
-        The moves, whether all is finite, a boolean number on the device, and what is kept of the threshold of the step.
+        The moves, whether all is finite, a boolean number on the device, and what is kept for the threshold of the next step.
     """
     steps, is_due = schedule(groups[0])
     still = 1 if is_due else steps  # at a step that fits, Q is new
@@ -228,7 +227,8 @@ def planned_moves(
     ]
     real = [as_real(p).detach() for p in gradient]
     count = sum(p.numel() for p in real)
-    most = clip_blocks([x for *_, x in ahead], groups[0], count, lambda: get_total_norm(real))
+    norm = reference(groups[0], lambda: get_total_norm(real))
+    most = clip_blocks([x for *_, x in ahead], groups[0], count, norm)
     lengths = [u for _, b, x in ahead for u in b.parts(x, gradient)]
     factor = clip_factor(lengths, most)
     finite = factor > 0
@@ -236,7 +236,7 @@ def planned_moves(
         if isinstance(group["lr"], Tensor):
             finite = finite & group["lr"].reshape(()).isfinite().to(finite.device)
     moves = [planned_move(*one, gradient, factor, finite) for one in ahead]
-    return moves, finite, remembered(groups[0], most)
+    return moves, finite, {"reference": norm}
 
 # %% ../nbs/optimizer/03_psgd.ipynb #eab76525
 def undefined_if_bad(
@@ -412,7 +412,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         damping: lambda of the damping that Q is fitted with; P stays below about 1 / lambda.
         damping_kind: "nonconvex", by independent noise, or "traditional", by the probe itself.
         max_norm: threshold on the norm of `P g` over all parameters; "auto" is the root of their number with "whiten", else
-            their norm, that at step 100 from there on, but 1 at least, and no block's step is longer by itself.
+            their norm, from step 100 on `1 - momentum` of that there, but 1 at least, and no block's step is longer by itself.
         monotone: whether a step that has raised the loss is taken back and halved at the next call; for losses that are
             the same function at each call, without `weight_decay`. Call `settle` before you change parameters by hand.
         momentum: weight of the past in the average of gradients that P multiplies.

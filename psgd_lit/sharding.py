@@ -30,11 +30,11 @@ from psgd_lit.derivatives import (
     stored_derivatives,
     without_autocast,
 )
-from .descent import after_loss, direction, number, remembered
+from .descent import after_loss, direction, number
 from .groups.protocol import Group
 from .hvp import hvp_approx
 from .optim import PSGD, Move, averages, damped_pairs, fits, hold_averages, planned_move
-from .regularization import clip_blocks
+from .regularization import clip_blocks, reference
 
 # %% ../nbs/optimizer/08_several_machines.ipynb #fe6fd71a
 @dataclass(frozen=True)
@@ -472,8 +472,8 @@ def shared_factor(
     count: int,
     head: Mapping[str, Any],
     bad: Tensor,
-) -> tuple[Tensor, float | Tensor]:
-    """Return the factor by which all ranks clip the step, 0 if it is not finite on any, and the threshold.
+) -> tuple[Tensor, Tensor | None]:
+    """Return the factor by which all ranks clip the step, 0 if it is not finite on any, and what the threshold was made from.
 
     Args:
         team: the ranks.
@@ -481,7 +481,7 @@ def shared_factor(
         lengths: the same by parameter, which are read after that.
         held: what this rank holds of the parameters.
         count: the number of entries of all parameters.
-        head: a param group, with what `psgd_lit.regularization.clip_blocks` reads.
+        head: a param group, with what `psgd_lit.regularization.reference` and `threshold` read.
         bad: a number above 0 if this rank knows that the step is undefined.
     """
 
@@ -489,10 +489,11 @@ def shared_factor(
         return sum((x.double().square().sum() for x in tensors), torch.zeros_like(bad))
 
     place, bad = team.total(torch.stack([square(held) * team.parts / team.size, bad]))
-    most = clip_blocks(columns, head, count, place.sqrt)
+    norm = reference(head, place.sqrt)
+    most = clip_blocks(columns, head, count, norm)
     step = team.total(square(lengths))
     factor: Tensor = (most / step.sqrt()).clamp(max=1.0)  # eq-clipping
-    return factor.where(step.isfinite() & (bad == 0), 0.0), most
+    return factor.where(step.isfinite() & (bad == 0), 0.0), norm
 
 # %% ../nbs/optimizer/08_several_machines.ipynb #5c902372
 def vectors(
@@ -525,7 +526,7 @@ class Plan(NamedTuple):
         means: averaged gradients.
         finite: whether the step is finite on all ranks, a boolean number.
         dropped: whether a product here was not, a boolean number.
-        most: the threshold on the norm of the step.
+        norm: what the threshold on the norm of the step was made from.
     """
 
     steps: dict[Tensor, Tensor]
@@ -533,7 +534,7 @@ class Plan(NamedTuple):
     means: dict[Tensor, Tensor]
     finite: Tensor
     dropped: Tensor
-    most: float | Tensor
+    norm: Tensor | None
 
 # %% ../nbs/optimizer/08_several_machines.ipynb #44f04010
 def planned(
@@ -541,7 +542,7 @@ def planned(
     gradient: Mapping[Tensor, Tensor],
     pairs: Mapping[Tensor, tuple[Tensor, Tensor]],
     draw: Callable[[int], Mapping[Tensor, Tensor]],
-    clip: Callable[[list[Tensor], Iterable[Tensor]], tuple[Tensor, float | Tensor]],
+    clip: Callable[[list[Tensor], Iterable[Tensor]], tuple[Tensor, Tensor | None]],
 ) -> Plan:
     """Compute the step of some blocks, and change nothing.
 
@@ -550,7 +551,7 @@ def planned(
         gradient: of the parameters of these blocks.
         pairs: probe and product of each, if Q is to be fitted.
         draw: draws probes at an iteration.
-        clip: returns the factor of the whole step, and the threshold, from the P g of these blocks, as columns, which it may
+        clip: returns the factor of the whole step, and what is kept of the norm, from the P g of these blocks, as columns, which it may
             shorten, and then by parameter.
     """
     groups, state = optimizer.param_groups, optimizer.state
@@ -564,7 +565,7 @@ def planned(
         for (group, b), Q in zip(active, ready, strict=True)
     ]
     lengths = (u for _, b, x in ahead for p, u in b.scatter(x).items() if p in gradient)
-    factor, most = clip(
+    factor, norm = clip(
         [x for *_, x in ahead], lengths
     )  # in this order, for lengths may be copies
     finite = factor > 0
@@ -572,7 +573,7 @@ def planned(
     states, dropped = fits(active, ready, *probed, finite)
     moves = [planned_move(*one, gradient, factor, finite) for one in ahead]
     steps = {p: step for move in moves for p, step in zip(move.params, move.steps, strict=True)}
-    return Plan(steps, states, means, finite, dropped, most)
+    return Plan(steps, states, means, finite, dropped, norm)
 
 # %% ../nbs/optimizer/08_several_machines.ipynb #9c294c95
 def local_moves(
@@ -822,6 +823,6 @@ class SharedPSGD(OwnedState):
             choice.block.params[0] for choices in self.buckets.choices for choice in choices
         )
         known = {name: head[name] + n for name, n in counts.items()}
-        known |= after_loss(head, number(loss)) | remembered(head, plan.most)
+        known |= after_loss(head, number(loss)) | {"reference": plan.norm}
         for group in self.param_groups:
             group |= known

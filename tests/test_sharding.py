@@ -573,7 +573,7 @@ def test_the_threshold_stands_still_after_a_hundred_steps(one):
     for _ in range(104):
         norms.append(torch.stack([p.square().sum() for p in whole(net)]).sum().sqrt().clamp(min=1.0))
         taken(opt, lambda: loss_of(net), 1)
-        seen.append(opt.param_groups[0]["threshold"])
+        seen.append(opt.param_groups[0]["reference"])
     torch.testing.assert_close(torch.stack(seen[:100]).double(), torch.stack(norms[:100]).double(), rtol=1e-5, atol=0)
     assert all(torch.equal(x, seen[99]) for x in seen[100:])
     assert not torch.equal(norms[103], norms[99])
