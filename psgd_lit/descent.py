@@ -4,7 +4,7 @@
 __all__ = ['COUNTS', 'MEASURED', 'Trial', 'on_trial', 'number', 'judged', 'is_read', 'after_loss', 'word_of_trouble', 'LossWatch',
            'direction', 'criterion_terms', 'RunWatch']
 
-# %% ../nbs/optimizer/02_descent.ipynb #584350fb
+# %% ../nbs/optimizer/02_descent.ipynb #8453ebc7
 import math
 from collections.abc import Mapping
 from numbers import Real
@@ -170,7 +170,7 @@ def word_of_trouble(head: Mapping[str, Any]) -> str | None:
     told = _TROUBLES.items()
     return next((words for name, (share, words) in told if int(counts[name]) > share * t), None)
 
-# %% ../nbs/optimizer/02_descent.ipynb #a8181b17
+# %% ../nbs/optimizer/02_descent.ipynb #84c93758
 COUNTS: dict[str, Any] = {
     "t": 0,
     "joined": 0,
@@ -261,7 +261,7 @@ def criterion_terms(bucket: Any, Q: Any, probes: Any, products: Any) -> Tensor:
     ends = bucket.group.apply(Q, h), bucket.group.solve_t(Q, v.where(h != 0, 0.0))
     return torch.stack([x.square().sum() for x in ends])
 
-# %% ../nbs/optimizer/02_descent.ipynb #539b3249
+# %% ../nbs/optimizer/02_descent.ipynb #d913795d
 MEASURED = ("criterion", "balance", "gradient_norm", "direction_norm", "clip", "step_norm")
 
 

@@ -4,7 +4,7 @@
 __all__ = ['Pairs', 'period', 'schedule', 'average', 'averages', 'hold_averages', 'Move', 'planned_move', 'planned_moves',
            'undefined_if_bad', 'damped_pairs', 'all_finite', 'fits', 'tried', 'PSGD']
 
-# %% ../nbs/optimizer/03_psgd.ipynb #5dbf142f
+# %% ../nbs/optimizer/03_psgd.ipynb #c1ff8bc6
 import math
 import operator
 import warnings
@@ -199,7 +199,7 @@ def planned_move(
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
 
-# %% ../nbs/optimizer/03_psgd.ipynb #778d0db2
+# %% ../nbs/optimizer/03_psgd.ipynb #4894deb3
 def planned_moves(
     groups: Sequence[dict[str, Any]],
     active: Sequence[tuple[dict[str, Any], Bucket]],
@@ -376,7 +376,7 @@ def tried(
         new.append(Move(move.params, None, steps, goals))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #39d63e54
+# %% ../nbs/optimizer/03_psgd.ipynb #fb302fc3
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 

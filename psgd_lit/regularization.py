@@ -87,7 +87,7 @@ def clip_factor(tensors: Sequence[Tensor], max_norm: float | Tensor) -> Tensor:
     factor: Tensor = (max_norm / norm).clamp(max=1.0)  # eq-clipping
     return factor.where(norm < math.inf, 0.0)
 
-# %% ../nbs/criterion/03_regularisation.ipynb #bedae40a
+# %% ../nbs/criterion/03_regularisation.ipynb #4c77988b
 _SETTLING = 100  # steps in which the threshold follows the parameters
 
 
@@ -105,7 +105,7 @@ def reference(head: Mapping[str, Any], norm: Callable[[], Tensor]) -> Tensor | N
         return norm().clamp(min=1.0)
     return known
 
-# %% ../nbs/criterion/03_regularisation.ipynb #774a7615
+# %% ../nbs/criterion/03_regularisation.ipynb #305cf343
 def clip_blocks(
     columns: Iterable[Tensor], head: Mapping[str, Any], count: int, norm: Tensor | None
 ) -> float | Tensor:

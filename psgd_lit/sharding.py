@@ -6,7 +6,7 @@ __all__ = ['CHUNK', 'Lots', 'Team', 'team_of', 'assigned', 'costs_of', 'owners_o
            'shared_factor', 'vectors', 'Plan', 'planned', 'local_moves', 'owned_entries', 'OwnedState',
            'derivatives_here', 'SharedPSGD']
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #190d03d1
+# %% ../nbs/optimizer/08_several_machines.ipynb #eac61feb
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -463,7 +463,7 @@ def bad_signs(loss: Any, overflow: Tensor | None, like: Tensor) -> Tensor:
         ]
     ).sum()
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #a1cbbbb0
+# %% ../nbs/optimizer/08_several_machines.ipynb #d6105c9a
 def shared_factor(
     team: Team,
     columns: Iterable[Tensor],
@@ -516,7 +516,7 @@ def vectors(
         for p, x in pairs
     }
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #93b068cb
+# %% ../nbs/optimizer/08_several_machines.ipynb #73a19b28
 class Plan(NamedTuple):
     """What a rank has computed for the blocks that it owns.
 
@@ -536,7 +536,7 @@ class Plan(NamedTuple):
     dropped: Tensor
     norm: Tensor | None
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #44f04010
+# %% ../nbs/optimizer/08_several_machines.ipynb #36ffc3ee
 def planned(
     optimizer: PSGD,
     gradient: Mapping[Tensor, Tensor],
@@ -736,7 +736,7 @@ def derivatives_here(
     derive = stored_derivatives if closure is None else partial(closure_derivatives, closure)
     return derive(params, probe, head["hvp"])
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #189e17cc
+# %% ../nbs/optimizer/08_several_machines.ipynb #b5c6ce01
 _WEIGHT = (
     "weight must be positive and finite, and 1 where fully_shard has averaged before, not {!r}; there multiply the loss of "
     "this rank by its batch over the mean batch"
