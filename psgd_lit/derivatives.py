@@ -40,7 +40,7 @@ from psgd_lit.hvp import (
 )
 
 # %% ../nbs/appendix/06_derivatives.ipynb #60bc0e79
-PROBES = ("normal", "rademacher", "alternating")
+PROBES = ("auto", "normal", "rademacher", "alternating")
 
 
 def random_signs(count: int, source: torch.Generator) -> Tensor:

@@ -421,8 +421,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         compile: whether torch compiles the fit of Q, at the first step that is due: once for each kind of block, for tens of
             seconds.
         seed: of the probes.
-        probes: their law: "normal", as in the paper; "rademacher", random signs; or "alternating", every other one of covariance
-            P, which finds flat directions sooner; not with "whiten", "esgd" or the running normalizer.
+        probes: their law: "normal", as in the paper; "rademacher", random signs; "alternating", one in three of covariance P,
+            which finds flat directions sooner; or "auto": "alternating" for exact products, else "normal".
         process_group: averages gradients and products over these ranks. None averages nothing: DistributedDataParallel
             does it in `backward`, so the first way to call `step` needs the group, and "exact" needs the first way.
 
@@ -473,7 +473,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         maximize: bool = False,
         compile: bool = False,
         seed: int = 0,
-        probes: str = "normal",
+        probes: str = "auto",
         process_group: Any = None,
     ) -> None:
         self.process_group = checked_process_group(process_group)

@@ -72,6 +72,7 @@ PAPER: dict[str, Any] = {
     "init_scale": 1.0,
     "max_norm": math.inf,
     "update_every": 1,
+    "probes": "normal",
 }  # what the paper's experiments share
 
 

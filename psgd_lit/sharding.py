@@ -441,7 +441,7 @@ def check_shareable(groups: Iterable[Mapping[str, Any]]) -> None:
             )
         if any(p.is_complex() for p in group["params"]):
             raise ValueError("complex parameters are not shared: use PSGD with process_group")
-        if group["probes"] != "normal":
+        if group["probes"] not in ("auto", "normal"):
             raise ValueError(
                 f'probes="{group["probes"]}" are not shared: choose "normal", or PSGD with process_group'
             )

@@ -137,7 +137,7 @@ def make_model(name: str) -> Problem:
 # %% ../../nbs/optimizer/09_bench.ipynb #a21dd4a3
 def _ours(hvp: str = "exact", form: str = "kron", k: int | str = 1) -> Contender:
     """Return PSGD with a fit at every k-th step."""
-    settings = {"hvp": hvp, "preconditioner": form, "update_every": k}
+    settings = {"hvp": hvp, "preconditioner": form, "update_every": k, "probes": "normal"}
     return replace(CONTENDERS["exact"], settings=settings)
 
 # %% ../../nbs/optimizer/09_bench.ipynb #ca914074

@@ -48,11 +48,11 @@ class Contender:
     refuses: Callable[[Task, Problem], str] = lambda task, problem: ""
 
 # %% ../../nbs/appendix/17_contenders.ipynb #4811fcc2
-_EXACT = {"hvp": "exact", "lr": 0.1, "update_every": "auto"}
+_EXACT = {"hvp": "exact", "lr": 0.1, "update_every": "auto", "probes": "alternating"}
 OURS: dict[str, dict[str, Any]] = {
     "whiten": {"hvp": "whiten", "lr": 0.003, "update_every": "auto"},
-    "exact": _EXACT,
-    "alternating": _EXACT | {"probes": "alternating"},
+    "exact": _EXACT | {"probes": "normal"},
+    "alternating": _EXACT,
     "psgd-lbfgs": _EXACT | {"lr": 1.0, "monotone": True, "steps": 100},
 }
 
