@@ -30,7 +30,8 @@ def test_a_step_uses_the_previous_q_and_then_fits_it():
     x = torch.tensor([1.0, -2.0, 3.0], dtype=D, requires_grad=True)
     root = torch.randn(3, 3, dtype=D, generator=generator())
     H = root + root.T
-    opt = PSGD([x], lr=0.1, preconditioner="dense", lr_preconditioner=0.2, init_scale=0.5, seed=3)
+    settings = {"preconditioner": "dense", "lr_preconditioner": 0.2, "init_scale": 0.5, "probes": "normal"}
+    opt = PSGD([x], lr=0.1, seed=3, **settings)
     plain, group = x.detach().clone(), Triangular()
     Q = group.scale(group.init(3, (), dtype=D), torch.tensor(0.5, dtype=D))
     for t in range(5):

@@ -1,4 +1,4 @@
-"""Alternating probes: every other one of covariance P, whatever the form, the dtype and the way of calling."""
+"""Alternating probes: one in three of covariance P, whatever the form, the dtype and the way of calling."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import fill, generator, loss_of, network
+from toys import HVP, fill, generator, loss_of, network
 
 import psgd_lit.optim
 from psgd_lit.affine import affine_blocks, from_real
@@ -43,7 +43,7 @@ def test_coloured_probes_have_the_covariance_of_the_preconditioner(form: Group) 
     w = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
     opt = PSGD([w], 0.0, preconditioner=form, update_every=1)
     scale = torch.logspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
-    for _ in range(21):  # an odd number of pairs
+    for _ in range(22):  # the next pair is coloured, since 22 = 3 * 7 + 1
         opt.step(lambda: (scale * w).square().sum() + w.sum().square())
     [(_, bucket)] = opt.buckets.active({})
     units = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
@@ -52,14 +52,14 @@ def test_coloured_probes_have_the_covariance_of_the_preconditioner(form: Group) 
     torch.testing.assert_close(root @ root.mT, P, rtol=1e-10, atol=1e-12)
 
 
-def test_every_other_fit_is_coloured_and_skipped_steps_do_not_count(seen) -> None:
+def test_one_fit_in_three_is_coloured_and_skipped_steps_do_not_count(seen) -> None:
     net = fill(network())
     opt = PSGD(net.parameters(), 0.1, probes="alternating", update_every=lambda t: 1 + t % 3)
-    for _ in range(12):
+    for _ in range(18):
         opt.step(lambda: loss_of(net))
     changed = [any(not torch.equal(v[p], u[p]) for p in v) for v, u in seen]
-    assert changed == [bool(i % 2) for i in range(len(seen))]
-    assert len(seen) < 12
+    assert changed == [i % 3 == 1 for i in range(len(seen))]
+    assert 5 < len(seen) < 18
 
 
 @pytest.mark.parametrize("form", FORMS, ids=repr)
@@ -102,9 +102,9 @@ def test_probes_have_the_dtype_of_their_parameter(seen, dtype: torch.dtype) -> N
 def test_a_block_that_joins_late_keeps_its_first_probe(seen) -> None:
     a, b = (nn.Parameter(torch.ones(3, 3)) for _ in range(2))
     opt = PSGD([a, b], 0.01, probes="alternating", update_every=1)
-    for t in range(4):
-        opt.step(lambda t=t: (a**4).sum() + ((b**4).sum() if t > 2 else 0))
-    probes, plain = seen[3]
+    for t in range(5):
+        opt.step(lambda t=t: (a**4).sum() + ((b**4).sum() if t > 3 else 0))
+    probes, plain = seen[4]
     assert not torch.equal(probes[a], plain[a])
     assert torch.equal(probes[b], plain[b])
 
@@ -205,6 +205,54 @@ def test_the_first_fit_and_a_run_with_normal_probes_are_as_they_were(seen) -> No
         ends.append([p.detach().clone() for p in net.parameters()])
     assert all(torch.equal(v[p], u[p]) for v, u in seen[:3] for p in v)  # the fourth fit alone is coloured
     assert all(torch.equal(x, y) for x, y in zip(*ends, strict=True))  # which the second step has not yet used
+
+
+@pytest.mark.parametrize("hvp", HVP)
+@pytest.mark.parametrize("settings", [{}, {"normalizer": "running"}, {"preconditioner": "esgd"}], ids=str)
+def test_the_default_is_alternating_for_exact_products_and_else_normal(hvp: str, settings: dict[str, Any]) -> None:
+    law = "alternating" if hvp in ("exact", "forward") and not settings else "normal"
+    ends = []
+    for probes in ({}, {"probes": "auto"}, {"probes": law}):
+        net = fill(network())
+        opt = PSGD(net.parameters(), 0.01, hvp=hvp, update_every=1, **settings, **probes)
+        for _ in range(6):
+            opt.step(lambda net=net: loss_of(net))
+        ends.append([p.detach().clone() for p in net.parameters()])
+    assert all(torch.equal(x, p) for end in ends[1:] for x, p in zip(ends[0], end, strict=True))
+
+
+def test_each_group_has_the_default_that_its_form_allows(seen) -> None:
+    """Also where a rule chooses the form of each block."""
+    net = fill(network())
+    first, *rest = net.parameters()
+    by_rule = {"params": rest, "preconditioner": lambda shape: Equilibration() if len(shape) < 2 else Diagonal()}
+    opt = PSGD([{"params": [first], "preconditioner": "esgd"}, by_rule], 0.01, update_every=1)
+    for _ in range(2):
+        opt.step(lambda: loss_of(net))
+    probes, plain = seen[1]
+    assert [torch.equal(probes[p], plain[p]) for p in (first, *rest)] == [
+        p is first or p.ndim < 2 for p in (first, *rest)
+    ]
+
+
+def test_a_rule_that_takes_running_means_refuses_them_at_the_first_fit_that_has_a_state() -> None:
+    net = fill(network())
+    opt = PSGD(net.parameters(), preconditioner=lambda shape: Equilibration(), probes="alternating")
+    opt.step(lambda: loss_of(net))
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(ValueError, match='choose "diagonal"'):
+        opt.step(lambda: loss_of(net))
+    assert all(torch.equal(x, p) for x, p in zip(before, net.parameters(), strict=True))
+
+
+def test_the_default_follows_another_product(seen) -> None:
+    net = fill(network())
+    opt = PSGD(net.parameters(), 0.01, update_every=1)
+    for hvp in ("exact", "approx", "exact", "exact", "exact"):  # the second and the fifth pair would be coloured
+        opt.param_groups[0]["hvp"] = hvp
+        opt.step(lambda: loss_of(net))
+    changed = [any(not torch.equal(v[p], u[p]) for p in v) for v, u in seen]
+    assert changed == [False, False, False, False, True]
 
 
 def test_whitening_refuses_them_and_nothing_has_changed() -> None:

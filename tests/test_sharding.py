@@ -119,7 +119,7 @@ def taken(opt: PSGD, loss: Callable[[], Tensor], steps: int = 5) -> None:
 def alone(returns: bool = False, **kwargs: Any) -> list[Tensor]:
     """One process with all rows and PSGD, which is given the same probes; its closure may only return the loss."""
     net = network()
-    opt = make(net, PSGD, **kwargs)
+    opt = make(net, PSGD, probes="normal", **kwargs)  # those of shards
     place = {p: i for i, p in enumerate(owners_of(opt.param_groups, 1))}
 
     def draw(params: list[Tensor], seed: int, t: int, law: str = "normal") -> dict[Tensor, Tensor]:
