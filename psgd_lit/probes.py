@@ -47,7 +47,7 @@ def _refusals(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]
         if is_esgd or (isinstance(given, str) and given == value):
             yield name, value, reason, instead
 
-
+# %% ../nbs/optimizer/12_probes.ipynb #0431b2ad
 def check_probes(settings: Mapping[str, Any]) -> None:
     """Check that the settings of a param group go with its probes.
 

@@ -481,7 +481,7 @@ def shared_factor(
         lengths: the same by parameter, which are read after that.
         held: what this rank holds of the parameters.
         count: the number of entries of all parameters.
-        head: a param group, with what `psgd_lit.regularization.reference` and `threshold` read.
+        head: a param group, with what `psgd_lit.regularization.reference` and `clip_blocks` read.
         bad: a number above 0 if this rank knows that the step is undefined.
     """
 
