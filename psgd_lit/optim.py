@@ -59,6 +59,7 @@ from .regularization import clip_blocks, clip_factor, damp, reference
 from psgd_lit.settings import (
     LR,
     SETTINGS,
+    SHARED,
     check_settings,
     check_trainable,
     checked_process_group,
@@ -422,7 +423,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
             seconds.
         seed: of the probes.
         probes: their law: "normal", as in the paper; "rademacher", random signs; "alternating", one in three of covariance P,
-            which finds flat directions sooner; or "auto": "alternating" for exact products, else "normal".
+            which finds flat directions sooner; or "auto": "alternating" with "exact" and "forward", unless the running normalizer
+            or "esgd" refuse it, else "normal".
         process_group: averages gradients and products over these ranks. None averages nothing: DistributedDataParallel
             does it in `backward`, so the first way to call `step` needs the group, and "exact" needs the first way.
 
@@ -483,8 +485,9 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         check_blocks_met(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own; a wrong one is an error, and nothing has changed."""
-        super().add_param_group({**param_group})
+        """Add parameters with settings of their own, or what all groups share; a wrong one is an error that changes nothing."""
+        shared = {name: group[name] for group in self.param_groups[:1] for name in SHARED}
+        super().add_param_group(shared | param_group)
         group, head = self.param_groups[-1], self.param_groups[0]
         try:
             rule = {"lr": LR.get(str(group["hvp"]), 0.1)} if group["lr"] is None else {}
@@ -597,9 +600,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         """Compute all that a step changes, and then change it, so that an error leaves nothing half done."""
         groups, buckets = self.param_groups, self.buckets
         active = buckets.active(gradient)
-        probed = damped_pairs(
-            groups, pairs, partial(probes_of_step, every, groups[0], lambda: active)
-        )
+        draw = partial(probes_of_step, every, groups[0], partial(buckets.active, {}))
+        probed = damped_pairs(groups, pairs, draw)
         ready = [begun(bucket, gradient, probed) for _, bucket in active]
         means = averages(groups, self.state, gradient)
         moves, finite, clip = planned_moves(groups, active, ready, gradient, means)

@@ -43,7 +43,7 @@ def test_coloured_probes_have_the_covariance_of_the_preconditioner(form: Group) 
     w = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
     opt = PSGD([w], 0.0, preconditioner=form, update_every=1)
     scale = torch.logspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
-    for _ in range(22):  # the next pair is coloured, since 22 = 3 * 7 + 1
+    for _ in range(22):
         opt.step(lambda: (scale * w).square().sum() + w.sum().square())
     [(_, bucket)] = opt.buckets.active({})
     units = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
@@ -58,7 +58,7 @@ def test_one_fit_in_three_is_coloured_and_skipped_steps_do_not_count(seen) -> No
     for _ in range(18):
         opt.step(lambda: loss_of(net))
     changed = [any(not torch.equal(v[p], u[p]) for p in v) for v, u in seen]
-    assert changed == [i % 3 == 1 for i in range(len(seen))]
+    assert changed == [i in (1, 4, 6, 9, 12, 14, 17) for i in range(len(seen))]
     assert 5 < len(seen) < 18
 
 
@@ -221,18 +221,91 @@ def test_the_default_is_alternating_for_exact_products_and_else_normal(hvp: str,
     assert all(torch.equal(x, p) for end in ends[1:] for x, p in zip(ends[0], end, strict=True))
 
 
-def test_each_group_has_the_default_that_its_form_allows(seen) -> None:
-    """Also where a rule chooses the form of each block."""
+@pytest.mark.parametrize(
+    "cautious", [{"preconditioner": "esgd"}, {"preconditioner": "diagonal", "normalizer": "running"}], ids=str
+)
+def test_one_group_that_refuses_them_keeps_them_from_all(cautious: dict[str, Any]) -> None:
+    """Its product would hold what its neighbours' coloured probes show, by the curvature between them."""
+    H = 1e-4 * torch.tensor([[1.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+    found = {}
+    for law in ("normal", "auto"):
+        x, y = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
+        groups = [{"params": [x], **cautious}, {"params": [y], "preconditioner": "diagonal"}]
+        opt = PSGD(groups, 0.0, probes=law, update_every=1, init_scale=10.0)
+        for _ in range(30):
+            opt.step(lambda x=x, y=y: torch.cat([x, y]) @ H @ torch.cat([x, y]) / 2)
+        found[law] = [p for z in (x, y) for p in opt.state[z]["Q"]]
+    assert all(torch.equal(a, b) for a, b in zip(found["normal"], found["auto"], strict=True))
+
+
+def test_a_rule_that_mixes_them_keeps_them_from_all(seen) -> None:
     net = fill(network())
-    first, *rest = net.parameters()
-    by_rule = {"params": rest, "preconditioner": lambda shape: Equilibration() if len(shape) < 2 else Diagonal()}
-    opt = PSGD([{"params": [first], "preconditioner": "esgd"}, by_rule], 0.01, update_every=1)
-    for _ in range(2):
+    opt = PSGD(net.parameters(), 0.01, preconditioner=lambda shape: Equilibration() if len(shape) < 2 else Diagonal())
+    for _ in range(3):
         opt.step(lambda: loss_of(net))
-    probes, plain = seen[1]
-    assert [torch.equal(probes[p], plain[p]) for p in (first, *rest)] == [
-        p is first or p.ndim < 2 for p in (first, *rest)
-    ]
+    assert all(torch.equal(v[p], u[p]) for v, u in seen for p in v)
+
+
+class Slope(torch.autograd.Function):
+    """A gradient of curvature 1e-4, whose derivative overflows along a long vector."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 1e-4 * x
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> Tensor:
+        return torch.where(v.norm() > 30, torch.inf, 1e-4 * v)
+
+
+class Delicate(torch.autograd.Function):
+    """A loss with that gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 5e-5 * x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> Tensor:
+        return scale * Slope.apply(ctx.saved_tensors[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*fits of Q")
+def test_a_coloured_probe_that_overflows_does_not_stop_the_fits() -> None:
+    """The fit is dropped, and the next one has the other law."""
+    x = nn.Parameter(torch.ones(4))
+    opt = PSGD([x], 1e-3, preconditioner="diagonal", init_scale=100.0, update_every=1)
+    for _ in range(30):
+        opt.step(lambda: Delicate.apply(x))
+    assert opt.dropped_fits == 10 == opt.skipped
+    assert float(opt.state[x]["pairs"]) == 20
+
+
+def test_tasks_in_turn_see_both_laws_whatever_their_number(seen) -> None:
+    for tasks in (2, 3, 4, 6, 9):
+        seen.clear()
+        blocks = [nn.Parameter(torch.ones(2)) for _ in range(tasks)]
+        opt = PSGD(blocks, 0.01, probes="alternating", update_every=1)
+        for t in range(40 * tasks):
+            x = blocks[t % tasks]
+            opt.step(lambda x=x: (x**4).sum())
+        laws = [any(not torch.equal(v[p], u[p]) for p in v) for v, u in seen]
+        for k in range(tasks):
+            assert 0.2 < sum(laws[k::tasks]) / 40 < 0.45
+
+
+def test_a_state_of_before_keeps_its_law_and_new_groups_follow_it() -> None:
+    net = fill(network())
+    older = PSGD(net.parameters(), 0.01, probes="normal")
+    older.step(lambda: loss_of(net))
+    opt = PSGD(net.parameters(), 0.01)
+    opt.load_state_dict(older.state_dict())
+    extra = nn.Parameter(torch.ones(2))
+    opt.add_param_group({"params": [extra]})
+    assert [group["probes"] for group in opt.param_groups] == ["normal", "normal"]
+    with pytest.raises(ValueError, match="shared by all param groups"):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], "probes": "alternating"})
 
 
 def test_a_rule_that_takes_running_means_refuses_them_at_the_first_fit_that_has_a_state() -> None:
