@@ -486,8 +486,10 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, or what all groups share; a wrong one is an error that changes nothing."""
-        shared = {name: group[name] for group in self.param_groups[:1] for name in SHARED}
-        super().add_param_group(shared | param_group)
+        super().add_param_group(
+            {name: first[name] for first in self.param_groups[:1] for name in SHARED}
+            | param_group
+        )
         group, head = self.param_groups[-1], self.param_groups[0]
         try:
             rule = {"lr": LR.get(str(group["hvp"]), 0.1)} if group["lr"] is None else {}
@@ -599,9 +601,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     ) -> None:
         """Compute all that a step changes, and then change it, so that an error leaves nothing half done."""
         groups, buckets = self.param_groups, self.buckets
-        active = buckets.active(gradient)
         draw = partial(probes_of_step, every, groups[0], partial(buckets.active, {}))
-        probed = damped_pairs(groups, pairs, draw)
+        probed, active = damped_pairs(groups, pairs, draw), buckets.active(gradient)
         ready = [begun(bucket, gradient, probed) for _, bucket in active]
         means = averages(groups, self.state, gradient)
         moves, finite, clip = planned_moves(groups, active, ready, gradient, means)

@@ -1120,7 +1120,7 @@ def test_25_inference_mode():
 @pytest.mark.parametrize("hvp", ["exact", "approx"])
 def test_26_saddles(name, hvp):
     """P tends to the inverse of |H|, so that a step descends along negative curvature too."""
-    z = torch.tensor([0.5, 1e-3], requires_grad=True)
+    z = torch.tensor([0.5, 0.1], requires_grad=True)
     settings = {"lr_preconditioner": 0.1, "init_scale": 0.1, "update_every": 1}
     opt = PSGD([z], lr=1e-3, preconditioner=name, hvp=hvp, **settings)
     for t in range(300):
@@ -1130,7 +1130,7 @@ def test_26_saddles(name, hvp):
     Q = choice.group.matrix(opt.state[z]["Q"])[0]
     torch.testing.assert_close(Q.T @ Q, torch.diag(torch.tensor([1 / 4, 1 / 2])), rtol=0.1, atol=0.03)
     assert abs(z[0].item()) < 0.5
-    assert abs(z[1].item()) > 1e-3
+    assert abs(z[1].item()) > 0.11
 
 
 @pytest.mark.parametrize("name", ["dense", "kron", "diagonal"])
