@@ -90,7 +90,7 @@ def fit_at_rest(
     number: int = 200,
     seconds: float = math.inf,
 ) -> int:
-    """Let optimizers fit their Q to the same pairs, at parameters that don't move.
+    """Let optimizers fit their Q to the same pairs of normal probes, at parameters that don't move.
 
     Args:
         optimizers: those that learn.

@@ -443,7 +443,7 @@ def check_shareable(groups: Iterable[Mapping[str, Any]]) -> None:
             raise ValueError("complex parameters are not shared: use PSGD with process_group")
         if group["probes"] not in ("auto", "normal"):
             raise ValueError(
-                f'probes="{group["probes"]}" are not shared: choose "normal", or PSGD with process_group'
+                f'probes="{group["probes"]}" are not shared: choose "auto" or "normal", or PSGD with process_group'
             )
         if group["hvp"] not in ("whiten", "approx") and any(map(is_sharded, group["params"])):
             raise ValueError(
