@@ -479,7 +479,7 @@ def doctor(
         loss: computes the loss of the model on some data and returns it, without calling `backward`, as for
             `PSGD.step`. It is called some hundred times.
         seconds: how long to go on; a call that runs then is waited for. What was left out is in the report.
-        fits: how many pairs each P is fitted to, at parameters that don't move; with 0 none is judged.
+        fits: how many pairs of normal probes each P is fitted to, at parameters that don't move; with 0 none is judged.
         rounds: how often each step is timed; 0 times none.
 
     Returns:
