@@ -39,7 +39,7 @@ from psgd_lit.hvp import (
     loss_and_gradient,
 )
 
-# %% ../nbs/appendix/06_derivatives.ipynb #60bc0e79
+# %% ../nbs/appendix/06_derivatives.ipynb #aed4a4cb
 PROBES = ("auto", "normal", "rademacher", "alternating")
 
 

@@ -463,7 +463,7 @@ def _checked(model: Any, loss: Any, seconds: float, **counts: Any) -> dict[Tenso
     check_parameters(names)
     return names
 
-# %% ../nbs/appendix/11_doctor.ipynb #361663c8
+# %% ../nbs/appendix/11_doctor.ipynb #c3ed970c
 def doctor(
     model: nn.Module,
     loss: Callable[[], Tensor],

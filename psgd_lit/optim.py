@@ -4,7 +4,7 @@
 __all__ = ['Pairs', 'period', 'schedule', 'average', 'averages', 'hold_averages', 'Move', 'planned_move', 'planned_moves',
            'undefined_if_bad', 'damped_pairs', 'all_finite', 'fits', 'tried', 'PSGD']
 
-# %% ../nbs/optimizer/03_psgd.ipynb #c1ff8bc6
+# %% ../nbs/optimizer/03_psgd.ipynb #c6ad55b1
 import math
 import operator
 import warnings
@@ -377,7 +377,7 @@ def tried(
         new.append(Move(move.params, None, steps, goals))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #fb302fc3
+# %% ../nbs/optimizer/03_psgd.ipynb #af3640a5
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 

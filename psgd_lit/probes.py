@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['is_turn', 'coloured', 'check_probes', 'is_coloured', 'probes_of_step']
 
-# %% ../nbs/optimizer/12_probes.ipynb #60e818b5
+# %% ../nbs/optimizer/12_probes.ipynb #1751938c
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,12 +16,12 @@ from .derivatives import draw_by_parameter, without_autocast
 from .groups.diagonal import Equilibration
 from .groups.first_scale import is_asleep
 
-# %% ../nbs/optimizer/12_probes.ipynb #9b3ba402
+# %% ../nbs/optimizer/12_probes.ipynb #46d6169e
 def is_turn(fits: int) -> bool:
     """Whether the probes of a fit have the covariance P, after so many fits."""
     return (fits + 1) * (math.sqrt(5) - 1) / 2 % 1 < 1 / 3  # eq-alternating
 
-# %% ../nbs/optimizer/12_probes.ipynb #c3a18f46
+# %% ../nbs/optimizer/12_probes.ipynb #b4affd73
 def coloured(bucket: Any, probe: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
     """Return `Q^T u` by parameter, of covariance P if u has the covariance I; u itself for members that have met no pair.
 
@@ -35,7 +35,7 @@ def coloured(bucket: Any, probe: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor
         v = torch.where(asleep, u, bucket.group.apply_t(Q, u))
     return {p: from_real(x, p) for p, x in bucket.scatter(v).items() if p in probe}
 
-# %% ../nbs/optimizer/12_probes.ipynb #ce7ed654
+# %% ../nbs/optimizer/12_probes.ipynb #d119dc2d
 _REFUSED = (
     ("hvp", "whiten", "the gradient in place of a product follows no probe", "another hvp"),
     ("normalizer", "running", "the larger of two sizes would divide both", '"pair"'),
@@ -51,7 +51,7 @@ def _refusals(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]
         if is_esgd or (isinstance(given, str) and given == value):
             yield name, value, reason, instead
 
-# %% ../nbs/optimizer/12_probes.ipynb #0431b2ad
+# %% ../nbs/optimizer/12_probes.ipynb #82bbaae1
 def check_probes(settings: Mapping[str, Any]) -> None:
     """Check that the settings of a param group go with its probes.
 
@@ -66,7 +66,7 @@ def check_probes(settings: Mapping[str, Any]) -> None:
             'probes="auto"'
         )
 
-# %% ../nbs/optimizer/12_probes.ipynb #cae352c9
+# %% ../nbs/optimizer/12_probes.ipynb #5515eef9
 def is_coloured(settings: Mapping[str, Any]) -> bool:
     """Whether a param group allows probes of covariance P.
 
@@ -80,7 +80,7 @@ def is_coloured(settings: Mapping[str, Any]) -> bool:
     check_probes(settings)
     return bool(settings["probes"] == "alternating")
 
-# %% ../nbs/optimizer/12_probes.ipynb #62bb9531
+# %% ../nbs/optimizer/12_probes.ipynb #bf82aa8d
 def probes_of_step(
     params: Sequence[Tensor],
     head: Mapping[str, Any],

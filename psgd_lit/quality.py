@@ -82,7 +82,7 @@ def starting_scale(probe: Values, product: Values) -> float:
         return math.nan
     return math.sqrt(length_of_v / length_of_h)  # eq-starting-scale
 
-# %% ../nbs/optimizer/05_quality.ipynb #fb876cee
+# %% ../nbs/optimizer/05_quality.ipynb #b013f0a2
 def fit_at_rest(
     optimizers: Iterable[PSGD],
     multiply: Multiply,

@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
         return value
     return operator.index(value) if isinstance(value, Integral) else float(value)
 
-# %% ../nbs/appendix/09_settings.ipynb #e4d54073
+# %% ../nbs/appendix/09_settings.ipynb #7a956309
 SHARED = ("hvp", "update_every", "max_norm", "monotone", "maximize", "seed", "probes")
 _BY_RULE = ("init_scale", "max_norm")  # "auto" leaves these to a rule
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -103,7 +103,7 @@ def check_number(name: str, value: Any, read: bool) -> None:
     if (number or read) and not valid(value):
         raise ValueError(f"{name} must be {text}, not {value!r}")
 
-# %% ../nbs/appendix/09_settings.ipynb #6636c8b6
+# %% ../nbs/appendix/09_settings.ipynb #f5040103
 def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool = True) -> None:
     """Check the settings of a param group.
 

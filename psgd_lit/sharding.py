@@ -422,7 +422,7 @@ class Sharing(NamedTuple):
         shape = {p: p.shape if whole else here(p).shape for p in cuts}
         return {p: normal(p, place[p], cut, seed, t).view(shape[p]) for p, cut in cuts.items()}
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #6b653ab4
+# %% ../nbs/optimizer/08_several_machines.ipynb #35ea5ead
 def check_shareable(groups: Iterable[Mapping[str, Any]]) -> None:
     """Check the settings that ranks cannot share, or that sharded parameters lack.
 
@@ -463,7 +463,7 @@ def bad_signs(loss: Any, overflow: Tensor | None, like: Tensor) -> Tensor:
         ]
     ).sum()
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #d6105c9a
+# %% ../nbs/optimizer/08_several_machines.ipynb #0cce4f1e
 def shared_factor(
     team: Team,
     columns: Iterable[Tensor],

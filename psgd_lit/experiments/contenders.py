@@ -47,7 +47,7 @@ class Contender:
     calls_backward: bool = True
     refuses: Callable[[Task, Problem], str] = lambda task, problem: ""
 
-# %% ../../nbs/appendix/17_contenders.ipynb #4811fcc2
+# %% ../../nbs/appendix/17_contenders.ipynb #e85e9cb5
 _EXACT = {"hvp": "exact", "lr": 0.1, "update_every": "auto", "probes": "alternating"}
 OURS: dict[str, dict[str, Any]] = {
     "whiten": {"hvp": "whiten", "lr": 0.003, "update_every": "auto"},
