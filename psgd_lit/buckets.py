@@ -231,17 +231,15 @@ class Bucket(Columns):
         Q: State = self.state["Q"]
         return Q
 
-    def precondition(
-        self, gradient: Mapping[Tensor, Tensor], Q: State | None = None, steps: int = 1
-    ) -> Tensor:
+    def precondition(self, g: Tensor, Q: State | None = None, steps: int = 1) -> Tensor:
         """Return P g as columns, `(members, n, 1)`.
 
         Args:
-            gradient: g by parameter.
+            g: the gradient as columns, what `gather` returns.
             Q: what to use in place of the state's Q.
             steps: for how many steps Q stands still; if for enough of them, P is made once and kept.
         """
-        Q, g = self.Q if Q is None else Q, self.gather(gradient)
+        Q = self.Q if Q is None else Q
         largest = max(leaf[0].numel() for leaf in leaves(Q))
         if steps * g.shape[1] <= g.shape[1] + largest:
             return self.group.precondition(Q, g)

@@ -189,11 +189,14 @@ class Derivatives(NamedTuple):
         loss: a number, or None where the user has kept it.
         gradient: one tensor for each parameter, None for one that the loss does not use.
         product: the Hessian-vector products, zero for an unused parameter; None on a step that does not fit Q.
+        is_of_loss: whether the gradient is known to be that of the loss; not where a closure has called `backward`,
+            which may add to what was there, and return anything.
     """
 
     loss: Any
     gradient: Sequence[Tensor | None]
     product: Sequence[Tensor] | None
+    is_of_loss: bool = False
 
 # %% ../nbs/appendix/06_derivatives.ipynb #b1ff1db0
 def _filled(gradient: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
@@ -276,7 +279,7 @@ def _difference(
         history.differences += 1
     left = aside.settle()
     gradient = left if aside.called_backward else found.gradient
-    return Derivatives(found.loss, gradient, found.product)
+    return Derivatives(found.loss, gradient, found.product, not aside.called_backward)
 
 # %% ../nbs/appendix/06_derivatives.ipynb #8745c6d2
 def closure_derivatives(
@@ -313,9 +316,8 @@ def closure_derivatives(
         aside = Aside(params)
         found = hvp_forward(lambda: aside.run(closure), params, probe)
         left = aside.settle()
-        return Derivatives(
-            found.loss, left if aside.called_backward else found.gradient, found.product
-        )
+        gradient = left if aside.called_backward else found.gradient
+        return Derivatives(found.loss, gradient, found.product, not aside.called_backward)
     loss, called_backward = run_closure(closure, params)
     only_reports = not getattr(loss, "requires_grad", False) and any(
         p.grad is not None for p in params
@@ -323,9 +325,10 @@ def closure_derivatives(
     if called_backward or only_reports:
         return stored_derivatives(params, probe, hvp)._replace(loss=without_graph(loss))
     if probe is not None and hvp == "exact":
-        return Derivatives(*hvp_exact(lambda: loss, params, probe))
+        return Derivatives(*hvp_exact(lambda: loss, params, probe), is_of_loss=True)
     loss, gradient = loss_and_gradient(lambda: loss, params)
-    return Derivatives(loss, gradient, None if probe is None else _filled(gradient, params))
+    product = None if probe is None else _filled(gradient, params)
+    return Derivatives(loss, gradient, product, is_of_loss=True)
 
 # %% ../nbs/appendix/06_derivatives.ipynb #8580db4a
 def mean_over_ranks(tensors: Sequence[Tensor], process_group: Any) -> list[Tensor]:

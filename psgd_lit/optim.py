@@ -55,6 +55,7 @@ from psgd_lit.descent import (
     word_of_trouble,
 )
 from .probes import probes_of_step
+from .promise import bounded, bounding_loss
 from .regularization import clip_blocks, clip_factor, damp, reference
 from psgd_lit.settings import (
     LR,
@@ -207,6 +208,7 @@ def planned_moves(
     ready: Sequence[Any],
     gradient: Mapping[Tensor, Tensor],
     means: Mapping[Tensor, Tensor],
+    loss: Tensor | None = None,
 ) -> tuple[list[Move], Tensor, dict[str, Tensor | None]]:
     """Plan to move all parameters by P times the averaged gradient, with the Q of the previous iteration.
 
@@ -216,15 +218,17 @@ def planned_moves(
         ready: the Q of each bucket.
         gradient: the gradient of each parameter that may move.
         means: the averaged gradients of those whose group has momentum.
+        loss: bounds what the step may promise; None bounds nothing.
 
     Returns:
-        The moves, whether all is finite, a boolean number on the device, and what is kept for the threshold of the next step.
+        The moves, whether all is finite, a boolean number on the device, and what is kept for the thresholds of the next step.
     """
-    steps, is_due = schedule(groups[0])
-    still = 1 if is_due else steps  # at a step that fits, Q is new
+    period, is_due = schedule(groups[0])
+    still = 1 if is_due else period  # at a step that fits, Q is new
+    columns = [b.gather({**gradient, **means}) for _, b in active]
     ahead = [
-        (group, b, direction(b, {**gradient, **means}, Q, groups[0]["hvp"], still))
-        for (group, b), Q in zip(active, ready, strict=True)
+        (group, b, direction(b, g, Q, groups[0]["hvp"], still))
+        for (group, b), g, Q in zip(active, columns, ready, strict=True)
     ]
     real = [as_real(p).detach() for p in gradient]
     count = sum(p.numel() for p in real)
@@ -236,8 +240,11 @@ def planned_moves(
     for group in groups:
         if isinstance(group["lr"], Tensor):
             finite = finite & group["lr"].reshape(()).isfinite().to(finite.device)
+    own = [b.gather(gradient) for _, b in active] if means and loss is not None else columns
+    steps = [(group["lr"], x) for group, _, x in ahead]
+    factor, lowest = bounded(factor, own, steps, loss, groups[0])
     moves = [planned_move(*one, gradient, factor, finite) for one in ahead]
-    return moves, finite, {"reference": norm}
+    return moves, finite, {"reference": norm} | lowest
 
 # %% ../nbs/optimizer/03_psgd.ipynb #eab76525
 def undefined_if_bad(
@@ -414,6 +421,8 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         damping_kind: "nonconvex", by independent noise, or "traditional", by the probe itself.
         max_norm: threshold on the norm of `P g` over all parameters; "auto" is the root of their number with "whiten", else
             their norm, from step 100 on `1 - momentum` of that there, but 1 at least, and no block's step is longer by itself.
+        max_decrease: at most this many times the loss may a step promise, to first order, as long as no loss was negative;
+            "auto" is 2 where one process has a closure that returns the loss and calls no `backward`, and elsewhere no bound.
         monotone: whether a step that has raised the loss is taken back and halved at the next call; for losses that are
             the same function at each call, without `weight_decay`. Call `settle` before you change parameters by hand.
         momentum: weight of the past in the average of gradients that P multiplies.
@@ -469,6 +478,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         damping: float = 0.0,
         damping_kind: str = "nonconvex",
         max_norm: float | str = "auto",
+        max_decrease: float | str = "auto",
         monotone: bool = False,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
@@ -573,7 +583,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         gradient, pairs = used_derivatives(params, probe, known, factor, self.process_group)
         if gradient:
             with without_autocast(params):
-                self._change(gradient, pairs, every, number(found.loss))
+                self._change(gradient, pairs, every, found)
         return found.loss
 
     def _begin(self) -> dict[str, Any]:
@@ -589,23 +599,26 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     def _only_makes_state(self, params: list[Tensor]) -> bool:
         """Whether this is the step by which torch's distributed checkpoints make the state: no graph, and `lr` 0."""
         graphs = (p.grad.requires_grad for p in params if p.grad is not None)
-        learns = self.param_groups[0]["hvp"] == "whiten" or any(graphs)
-        return not (learns or any(group["lr"] for group in self.param_groups))
+        return not any(
+            [*graphs, *(group["lr"] or group["hvp"] == "whiten" for group in self.param_groups)]
+        )
 
     def _change(
         self,
         gradient: dict[Tensor, Tensor],
         pairs: Pairs,
         every: list[Tensor],
-        loss: Tensor | None,
+        found: Derivatives,
     ) -> None:
         """Compute all that a step changes, and then change it, so that an error leaves nothing half done."""
-        groups, buckets = self.param_groups, self.buckets
+        groups, buckets, loss = self.param_groups, self.buckets, number(found.loss)
         draw = partial(probes_of_step, every, groups[0], partial(buckets.active, {}))
         probed, active = damped_pairs(groups, pairs, draw), buckets.active(gradient)
         ready = [begun(bucket, gradient, probed) for _, bucket in active]
         means = averages(groups, self.state, gradient)
-        moves, finite, clip = planned_moves(groups, active, ready, gradient, means)
+        moves, finite, clip = planned_moves(
+            groups, active, ready, gradient, means, bounding_loss(groups[0], found)
+        )
         trial, refused = judged(groups[0], loss)
         moves, kept = tried(moves, self.state, refused, trial["part"]) if trial else (moves, {})
         used = finite & ~refused.to(finite.device)

@@ -39,14 +39,24 @@ def plain(value: Any) -> Any:
     return operator.index(value) if isinstance(value, Integral) else float(value)
 
 # %% ../nbs/appendix/09_settings.ipynb #7a956309
-SHARED = ("hvp", "update_every", "max_norm", "monotone", "maximize", "seed", "probes")
-_BY_RULE = ("init_scale", "max_norm")  # "auto" leaves these to a rule
+SHARED = (
+    "hvp",
+    "update_every",
+    "max_norm",
+    "max_decrease",
+    "monotone",
+    "maximize",
+    "seed",
+    "probes",
+)
+_BY_RULE = ("init_scale", "max_norm", "max_decrease")  # "auto" leaves these to a rule
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda value: 0 <= value < math.inf, "at least 0 and finite"),
     "lr_preconditioner": (lambda value: 0 < value < 1, "in (0, 1)"),
     "init_scale": (lambda value: 0 < value < math.inf, "positive and finite"),
     "damping": (lambda value: 0 <= value < math.inf, "at least 0 and finite"),
     "max_norm": (lambda value: value > 0, "positive"),
+    "max_decrease": (lambda value: value > 0, "positive"),
     "momentum": (lambda value: 0 <= value < 1, "in [0, 1)"),
     "weight_decay": (lambda value: 0 <= value < math.inf, "at least 0 and finite"),
     "seed": (
@@ -71,6 +81,7 @@ PAPER: dict[str, Any] = {
     "normalizer": "pair",
     "init_scale": 1.0,
     "max_norm": math.inf,
+    "max_decrease": math.inf,
     "update_every": 1,
     "probes": "normal",
 }  # what the paper's experiments share
@@ -109,8 +120,8 @@ def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool 
 
     Args:
         settings: the settings by name.
-        shared: the settings of the first group, whose `hvp`, `update_every`, `max_norm`, `monotone`, `maximize`,
-            `seed` and `probes` hold for all.
+        shared: the settings of the first group, whose `hvp`, `update_every`, `max_norm`, `max_decrease`,
+            `monotone`, `maximize`, `seed` and `probes` hold for all.
         read: whether a number in a tensor is read, for which the host waits.
 
     Raises:

@@ -439,6 +439,10 @@ def check_shareable(groups: Iterable[Mapping[str, Any]]) -> None:
             raise ValueError(
                 "monotone=True is for one process: each rank has a loss of its own, and they would judge apart"
             )
+        if group["max_decrease"] not in ("auto", math.inf):
+            raise ValueError(
+                "max_decrease is for one process: each rank has a loss of its own, and would cut the step by itself; leave it out"
+            )
         if any(p.is_complex() for p in group["params"]):
             raise ValueError("complex parameters are not shared: use PSGD with process_group")
         if group["probes"] not in ("auto", "normal"):
@@ -561,7 +565,7 @@ def planned(
     means = averages(groups, state, gradient)
     known = {**gradient, **means}
     ahead = [
-        (group, b, direction(b, known, Q, group["hvp"]))
+        (group, b, direction(b, b.gather(known), Q, group["hvp"]))
         for (group, b), Q in zip(active, ready, strict=True)
     ]
     lengths = (u for _, b, x in ahead for p, u in b.scatter(x).items() if p in gradient)
@@ -795,7 +799,10 @@ class SharedPSGD(OwnedState):
         """Let the owners compute what the step changes, and then change it, so that an error leaves nothing half done."""
         head, (team, _) = self.param_groups[0], self.sharing
         like = here(params[0]).new_empty(0, dtype=state_dtype(params))
-        lots, given = self.sharing.lots(params), [x for x in found[1:] if x is not None]
+        lots, given = (
+            self.sharing.lots(params),
+            [x for x in (found.gradient, found.product) if x is not None],
+        )
         values = [vectors(params, tensors, factor, like) for tensors in given]
         gradient, *_, product = [*to_owners(team, lots, values, like, weight)] * 2
         draw = partial(self.sharing.probes, gradient, head["seed"], whole=True)

@@ -57,6 +57,7 @@ FLOORS = {
     "optim": 3,
     "probes": 2,
     "problems": None,
+    "promise": 2,
     "quality": 4,
     "regularization": 0,
     "settings": 3,

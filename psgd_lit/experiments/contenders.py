@@ -8,6 +8,7 @@ __all__ = ['OURS', 'TIRELESS', 'CONTENDERS', 'Contender', 'HandOver', 'Together'
 import contextlib
 import importlib
 import io
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,11 +49,13 @@ class Contender:
     refuses: Callable[[Task, Problem], str] = lambda task, problem: ""
 
 # %% ../../nbs/appendix/17_contenders.ipynb #e85e9cb5
-_EXACT = {"hvp": "exact", "lr": 0.1, "update_every": "auto", "probes": "alternating"}
+_FREE = {"update_every": "auto", "max_decrease": math.inf}
+_EXACT = _FREE | {"hvp": "exact", "lr": 0.1, "probes": "alternating"}
 OURS: dict[str, dict[str, Any]] = {
-    "whiten": {"hvp": "whiten", "lr": 0.003, "update_every": "auto"},
+    "whiten": _FREE | {"hvp": "whiten", "lr": 0.003},
     "exact": _EXACT | {"probes": "normal"},
     "alternating": _EXACT,
+    "default": _EXACT | {"max_decrease": "auto"},
     "psgd-lbfgs": _EXACT | {"lr": 1.0, "monotone": True, "steps": 100},
 }
 
@@ -241,6 +244,7 @@ CONTENDERS: dict[str, Contender] = {
     "whiten": Contender(_psgd, OURS["whiten"], calls_backward=False),
     "exact": Contender(_psgd, OURS["exact"], calls_backward=False),
     "alternating": Contender(_psgd, OURS["alternating"], calls_backward=False),
+    "default": Contender(_psgd, OURS["default"], calls_backward=False),
     "psgd-lbfgs": Contender(
         HandOver, OURS["psgd-lbfgs"], calls_backward=False, refuses=_needs_quiet
     ),

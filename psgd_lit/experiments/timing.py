@@ -148,7 +148,7 @@ def parts_of(case: Case, optimizer: Any) -> dict[str, Callable[[], Any]]:
             lambda: optimizer.buckets.keep([b.fit(v, h, 0.01) for _, b in buckets])
         ),
         "precondition": torch.no_grad()(
-            lambda: [b.scatter(b.precondition(g)) for _, b in buckets]
+            lambda: [b.scatter(b.precondition(b.gather(g))) for _, b in buckets]
         ),
     }
 
