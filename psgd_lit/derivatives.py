@@ -29,7 +29,7 @@ from psgd_lit.closures import (
     warn_if_unsteady,
     without_graph,
 )
-from .graphs import precision_checked
+from .graphs import plain_attention, precision_checked
 from psgd_lit.hvp import (
     PAPER_STEP,
     differentiate_gradient,
@@ -312,23 +312,25 @@ def closure_derivatives(
     warn_if_batches_are_lost()
     if probe is not None and hvp == "approx":
         return _difference(closure, params, probe)
-    if probe is not None and hvp == "forward":
-        aside = Aside(params)
-        found = hvp_forward(lambda: aside.run(closure), params, probe)
-        left = aside.settle()
-        gradient = left if aside.called_backward else found.gradient
-        return Derivatives(found.loss, gradient, found.product, not aside.called_backward)
-    loss, called_backward = run_closure(closure, params)
-    only_reports = not getattr(loss, "requires_grad", False) and any(
-        p.grad is not None for p in params
-    )
-    if called_backward or only_reports:
-        return stored_derivatives(params, probe, hvp)._replace(loss=without_graph(loss))
-    if probe is not None and hvp == "exact":
-        return Derivatives(*hvp_exact(lambda: loss, params, probe), is_of_loss=True)
-    loss, gradient = loss_and_gradient(lambda: loss, params)
-    product = None if probe is None else _filled(gradient, params)
-    return Derivatives(loss, gradient, product, is_of_loss=True)
+    twice = probe is not None and hvp in ("exact", "forward")
+    with plain_attention(twice):
+        if probe is not None and hvp == "forward":
+            aside = Aside(params)
+            found = hvp_forward(lambda: aside.run(closure), params, probe)
+            left = aside.settle()
+            gradient = left if aside.called_backward else found.gradient
+            return Derivatives(found.loss, gradient, found.product, not aside.called_backward)
+        loss, called_backward = run_closure(closure, params)
+        only_reports = not getattr(loss, "requires_grad", False) and any(
+            p.grad is not None for p in params
+        )
+        if called_backward or only_reports:
+            return stored_derivatives(params, probe, hvp)._replace(loss=without_graph(loss))
+        if probe is not None and hvp == "exact":
+            return Derivatives(*hvp_exact(lambda: loss, params, probe), is_of_loss=True)
+        loss, gradient = loss_and_gradient(lambda: loss, params)
+        product = None if probe is None else _filled(gradient, params)
+        return Derivatives(loss, gradient, product, is_of_loss=True)
 
 # %% ../nbs/appendix/06_derivatives.ipynb #8580db4a
 def mean_over_ranks(tensors: Sequence[Tensor], process_group: Any) -> list[Tensor]:

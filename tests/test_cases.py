@@ -3,6 +3,7 @@
 The numbers are those of a collection of public reports about second-order optimizers and double backward in PyTorch.
 """
 
+import contextlib
 import copy
 import gc
 import io
@@ -21,7 +22,9 @@ import pytest
 import test_distributed
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 from toys import (
     HVP,
     NAMES,
@@ -642,7 +645,10 @@ class Refusing:
         self.x = torch.randn(2, 5, 8, generator=source)
 
     def attention(self) -> Tensor:
-        q = (self.x @ self.w).unsqueeze(1)
+        return self.attention_by(self.w)
+
+    def attention_by(self, w: Tensor) -> Tensor:
+        q = (self.x @ w).unsqueeze(1)
         return nn.functional.scaled_dot_product_attention(q, q, q).square().mean()
 
     def cdist(self) -> Tensor:
@@ -658,11 +664,10 @@ class Refusing:
         return nn.functional.embedding_bag(torch.tensor([[0, 1], [2, 3]]), table).square().mean()
 
 
-@pytest.mark.parametrize("operator", ["attention", "cdist", "ctc", "bag"])
+@pytest.mark.parametrize("operator", ["cdist", "ctc", "bag"])
 def test_16_no_second_derivative(operator):
     """One error that names the operator and the ways out, nothing changes, and each way out works."""
     told = {
-        "attention": "scaled_dot_product",
         "cdist": "cdist",
         "ctc": "ctc_loss",
         "bag": "embedding_bag",
@@ -688,13 +693,39 @@ def test_16_no_second_derivative(operator):
         assert getattr(task, operator)() < first
 
 
-def test_16_math_kernels():
-    """The way out that keeps the exact product."""
+@pytest.mark.parametrize("hvp", ["exact", "forward"])
+def test_16_attention(hvp):
+    """A step that needs a second derivative takes the plain kernel of attention, and leaves the choice as it was."""
+    enabled = torch.backends.cuda.flash_sdp_enabled()
+    opts = []
+    for wrap in (contextlib.nullcontext, lambda: sdpa_kernel(SDPBackend.MATH)):
+        task = Refusing()
+        opt, first = PSGD([task.w], lr=0.01, hvp=hvp), task.attention()
+        for _ in range(5):
+            with wrap():
+                opt.step(task.attention)
+        assert task.attention() < first
+        opts.append(task.w.detach())
+    assert torch.equal(*opts)
+    assert torch.backends.cuda.flash_sdp_enabled() == enabled
+
+
+def test_16_attention_before_the_step():
+    """Where the user calls backward, the kernel is the user's, and the error says which."""
     task = Refusing()
-    opt, first = PSGD([task.w], lr=0.01), task.attention()
+    opt = PSGD([task.w], lr=0.01)
+    (task.w.grad,) = torch.autograd.grad(task.attention(), task.w, create_graph=True)
+    with pytest.raises(RuntimeError, match="MATH"):
+        opt.step()
+    assert not opt.state
+
+
+def test_16_attention_behind_a_checkpoint():
+    """What a checkpoint computes again runs by the same kernel as at first."""
+    task = Refusing()
+    opt, first = PSGD([task.w], lr=0.01, update_every=1), task.attention()
     for _ in range(5):
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            opt.step(task.attention)
+        opt.step(lambda: checkpoint(lambda w: task.attention_by(w), task.w, use_reentrant=False))
     assert task.attention() < first
 
 
