@@ -138,6 +138,7 @@ def make_model(name: str) -> Problem:
 def _ours(hvp: str = "exact", form: str = "kron", k: int | str = 1) -> Contender:
     """Return PSGD with a fit at every k-th step."""
     settings = {"hvp": hvp, "preconditioner": form, "update_every": k, "probes": "normal"}
+    settings |= {"max_decrease": math.inf}
     return replace(CONTENDERS["exact"], settings=settings)
 
 # %% ../../nbs/optimizer/09_bench.ipynb #ca914074
