@@ -189,7 +189,7 @@ def test_lr_has_a_default_for_each_product(hvp):
 def test_the_threshold_is_the_norm_of_the_parameters_or_the_root_of_their_number():
     for size, hvp, most in ((10.0, "exact", 20.0), (0.1, "exact", 1.0), (0.1, "whiten", 2.0)):
         w = torch.full((4,), size, requires_grad=True)
-        opt = PSGD([w], lr=1.0, hvp=hvp, preconditioner="diagonal", init_scale=1e6)
+        opt = PSGD([w], lr=1.0, hvp=hvp, preconditioner="diagonal", init_scale=1e6, max_decrease=math.inf)
         opt.step(lambda w=w: w.sum() + w.square().sum() / 2)
         assert (w.detach() - size).norm().item() == pytest.approx(most, rel=1e-5)
 

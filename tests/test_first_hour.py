@@ -556,10 +556,10 @@ def test_the_threshold_is_a_part_of_the_state():
     ends = []
     for breaks in (False, True):
         x = nn.Parameter(torch.arange(1.0, 5.0))
-        opt = PSGD([x], seed=3)
+        opt = PSGD([x], seed=3, max_decrease=math.inf)
         for t in range(140):
             if breaks and t == 120:
-                saved, opt = copy.deepcopy(opt.state_dict()), PSGD([x], seed=3)
+                saved, opt = copy.deepcopy(opt.state_dict()), PSGD([x], seed=3, max_decrease=math.inf)
                 opt.load_state_dict(saved)
             opt.step(lambda x=x: (x - 300).abs().pow(1.5).sum())
         ends.append(x.detach().clone())
