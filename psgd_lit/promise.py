@@ -105,7 +105,7 @@ def bounded(
         head: a param group, as for `decrease_factor`.
     """
     if loss is None:
-        return factor, {}
+        return factor, {"lowest": torch.as_tensor(head["lowest"])}
     promise = promised_decrease(gradients, steps) * factor
     cut, lowest = decrease_factor(promise, loss, head)
     return factor * cut.to(factor), {"lowest": lowest}

@@ -831,5 +831,6 @@ class SharedPSGD(OwnedState):
         )
         known = {name: head[name] + n for name, n in counts.items()}
         known |= after_loss(head, number(loss)) | {"reference": plan.norm}
+        known |= {"lowest": torch.as_tensor(head["lowest"])}
         for group in self.param_groups:
             group |= known

@@ -137,8 +137,8 @@ def make_model(name: str) -> Problem:
 # %% ../../nbs/optimizer/09_bench.ipynb #0f5d7354
 def _ours(hvp: str = "exact", form: str = "kron", k: int | str = 1) -> Contender:
     """Return PSGD with a fit at every k-th step."""
-    settings = {"hvp": hvp, "preconditioner": form, "update_every": k, "probes": "normal"}
-    settings |= {"max_decrease": math.inf}
+    paper: dict[str, Any] = {"probes": "normal", "max_decrease": math.inf}
+    settings = paper | {"hvp": hvp, "preconditioner": form, "update_every": k}
     return replace(CONTENDERS["exact"], settings=settings)
 
 # %% ../../nbs/optimizer/09_bench.ipynb #ca914074
