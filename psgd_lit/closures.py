@@ -44,12 +44,13 @@ class History:
         sums: how often `backward` has added to `.grad` since `begin`.
         replaced: whether what stood in `.grad` at `begin` was cleared before one of them.
         differences: how often a caller has counted a difference of gradients here.
+        attends: whether a caller has found that the loss goes through attention.
     """
 
     def __init__(self, p: Tensor) -> None:
         self._p = weakref.ref(p)
         self._latest: bool | None = None
-        self.differences = 0
+        self.differences, self.attends = 0, False
         self._whole, self._left = False, _Mark(None)
         self.begin()
         p.register_hook(self._before)  # type: ignore[no-untyped-call]

@@ -29,7 +29,12 @@ from psgd_lit.closures import (
     warn_if_unsteady,
     without_graph,
 )
-from .graphs import plain_attention, precision_checked
+from psgd_lit.graphs import (
+    SecondDerivativeError,
+    lacks_plain_attention,
+    plain_attention,
+    precision_checked,
+)
 from psgd_lit.hvp import (
     PAPER_STEP,
     differentiate_gradient,
@@ -282,6 +287,34 @@ def _difference(
     return Derivatives(found.loss, gradient, found.product, not aside.called_backward)
 
 # %% ../nbs/appendix/06_derivatives.ipynb #8745c6d2
+def _derivatives(
+    closure: Callable[[], Any],
+    params: Sequence[Tensor],
+    probe: Sequence[Tensor] | None,
+    hvp: str,
+) -> Derivatives:
+    """Return the derivatives of the loss of a closure, with the kernels that are chosen now."""
+    if probe is not None and hvp == "approx":
+        return _difference(closure, params, probe)
+    if probe is not None and hvp == "forward":
+        aside = Aside(params)
+        found = hvp_forward(lambda: aside.run(closure), params, probe)
+        left = aside.settle()
+        gradient = left if aside.called_backward else found.gradient
+        return Derivatives(found.loss, gradient, found.product, not aside.called_backward)
+    loss, called_backward = run_closure(closure, params)
+    only_reports = not getattr(loss, "requires_grad", False) and any(
+        p.grad is not None for p in params
+    )
+    if called_backward or only_reports:
+        return stored_derivatives(params, probe, hvp)._replace(loss=without_graph(loss))
+    if probe is not None and hvp == "exact":
+        return Derivatives(*hvp_exact(lambda: loss, params, probe), is_of_loss=True)
+    loss, gradient = loss_and_gradient(lambda: loss, params)
+    product = None if probe is None else _filled(gradient, params)
+    return Derivatives(loss, gradient, product, is_of_loss=True)
+
+
 def closure_derivatives(
     closure: Callable[[], Any],
     params: Sequence[Tensor],
@@ -310,27 +343,21 @@ def closure_derivatives(
             f"step takes a function that returns the loss, such as lambda: loss_fn(model(x), y), not {type(closure).__name__}"
         )
     warn_if_batches_are_lost()
-    if probe is not None and hvp == "approx":
-        return _difference(closure, params, probe)
-    twice = probe is not None and hvp in ("exact", "forward")
-    with plain_attention(twice):
-        if probe is not None and hvp == "forward":
-            aside = Aside(params)
-            found = hvp_forward(lambda: aside.run(closure), params, probe)
-            left = aside.settle()
-            gradient = left if aside.called_backward else found.gradient
-            return Derivatives(found.loss, gradient, found.product, not aside.called_backward)
-        loss, called_backward = run_closure(closure, params)
-        only_reports = not getattr(loss, "requires_grad", False) and any(
-            p.grad is not None for p in params
-        )
-        if called_backward or only_reports:
-            return stored_derivatives(params, probe, hvp)._replace(loss=without_graph(loss))
-        if probe is not None and hvp == "exact":
-            return Derivatives(*hvp_exact(lambda: loss, params, probe), is_of_loss=True)
-        loss, gradient = loss_and_gradient(lambda: loss, params)
-        product = None if probe is None else _filled(gradient, params)
-        return Derivatives(loss, gradient, product, is_of_loss=True)
+    if probe is None or hvp not in ("exact", "forward"):
+        return _derivatives(closure, params, probe, hvp)
+    history, left = histories(params)[0], [p.grad for p in params]
+    try:
+        with plain_attention(history is not None and history.attends):
+            return _derivatives(closure, params, probe, hvp)
+    except SecondDerivativeError as error:
+        if not lacks_plain_attention(error) or any(
+            p.grad is not g for p, g in zip(params, left, strict=True)
+        ):
+            raise
+    if history is not None:
+        history.attends = True
+    with plain_attention():
+        return _derivatives(closure, params, probe, hvp)
 
 # %% ../nbs/appendix/06_derivatives.ipynb #8580db4a
 def mean_over_ranks(tensors: Sequence[Tensor], process_group: Any) -> list[Tensor]:

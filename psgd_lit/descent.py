@@ -154,6 +154,12 @@ _TROUBLES = {  # by count: the share of all steps from which on it is told, and 
         "most steps were not taken, because the loss, a gradient or P g was not finite: see opt.skipped, and whether the "
         "loss is finite",
     ),
+    "cut": (
+        0.5,
+        "most steps were shortened, because they promised to lower the loss by more than max_decrease times the loss: either "
+        "nothing is left to learn, or the value of the loss doesn't say what there is to gain, as in policy gradients; then "
+        "say max_decrease=math.inf",
+    ),
     "refused": (
         0.4,
         "many steps were taken back, because the loss had risen, and the last ones moved next to nothing: see "
@@ -166,7 +172,7 @@ def word_of_trouble(head: Mapping[str, Any]) -> str | None:
     """Return a warning, at iterations at which the host may wait, if steps or fits were lost or the loss has exploded.
 
     Args:
-        head: a param group, with `t`, `dropped`, `exploded`, `skipped`, `refused` and `part`.
+        head: a param group, with `t`, `dropped`, `exploded`, `skipped`, `cut`, `refused` and `part`.
     """
     t = int(head["t"])
     if not is_read(t):
@@ -185,7 +191,7 @@ COUNTS: dict[str, Any] = {
     "ceiling": 0.0,
 }
 COUNTS |= {"exploded": 0, "loss": float("inf"), "part": 1.0, "refused": 0, "reference": None}
-COUNTS |= {"lowest": float("inf")}
+COUNTS |= {"lowest": float("inf"), "cut": 0}
 
 
 class LossWatch:
@@ -335,7 +341,8 @@ class RunWatch:
             the scale of P fits; "gradient_norm", in loss over parameter; "direction_norm" of P g, "step_norm" of what is
             subtracted, and "q_max", the largest diagonal entry of Q, whose square is the scale of P; "clip", the factor
             of a clipped step, in [0, 1], 0 where it is not finite; "age", in steps, of the Q that has learned
-            longest ago; and the counts "skipped", "dropped_fits", "exploded" and "refused".
+            longest ago; and the counts "skipped", "dropped_fits", "exploded", "refused" and "cut", of steps that promised too
+            much.
         """
         if self._seen is None:
             self._seen, self._ages = {}, {}
@@ -346,7 +353,7 @@ class RunWatch:
         for name, each in (("q_max", q), ("age", [*ages.values()])):
             found[name] = torch.stack([x.to(each[0]) for x in each]).max() if each else unknown
         counts = {"skipped": head["skipped"] + head["dropped"], "dropped_fits": head["dropped"]}
-        counts |= {name: head[name] for name in ("exploded", "refused")}
+        counts |= {name: head[name] for name in ("exploded", "refused", "cut")}
         found |= {name: torch.as_tensor(count) for name, count in counts.items()}
         for i, group in enumerate(self.param_groups if blocks else ()):
             labels = group.get("param_names", [f"{i}.{j}" for j in range(len(group["params"]))])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .affine import as_real
 from .closures import histories
-from .graphs import plain_attention
+from .graphs import attending
 from .hvp import PAPER_STEP, hvp_approx, loss_and_gradient
 from .quality import PRODUCTS
 
@@ -205,8 +205,7 @@ def try_products(
 
     def attempt(multiply: Callable[..., Any], **more: Any) -> tuple[list[Tensor], str]:
         try:
-            with plain_attention(multiply is not hvp_approx):
-                found = multiply(loss, params, probe, **more).product
+            found = attending(lambda: multiply(loss, params, probe, **more).product)
             product = [as_real(x).double() for x in found]
         except Exception as error:
             return [], str(error).partition("\n")[0] or type(error).__name__

@@ -421,8 +421,9 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         damping_kind: "nonconvex", by independent noise, or "traditional", by the probe itself.
         max_norm: threshold on the norm of `P g` over all parameters; "auto" is the root of their number with "whiten", else
             their norm, from step 100 on `1 - momentum` of that there, but 1 at least, and no block's step is longer by itself.
-        max_decrease: at most this many times the loss may a step promise, to first order, as long as no loss was negative;
-            "auto" is 2 where one process has a closure that returns the loss and calls no `backward`, and elsewhere no bound.
+        max_decrease: at most this many times the loss may a step promise, to first order, as long as no loss was negative; above
+            1 if one may be. It needs a closure that returns the loss and calls no `backward`, in one process; "auto" is 2
+            there, for steps that promise less than a tenth of the first losses.
         monotone: whether a step that has raised the loss is taken back and halved at the next call; for losses that are
             the same function at each call, without `weight_decay`. Call `settle` before you change parameters by hand.
         momentum: weight of the past in the average of gradients that P multiplies.

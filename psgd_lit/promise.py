@@ -36,14 +36,14 @@ def bounding_loss(head: Mapping[str, Any], found: Derivatives) -> Tensor | None:
             processes.
     """
     given = head["max_decrease"]
-    loss = number(found.loss) if found.is_of_loss else None
-    if given == math.inf or (loss is None and head["lr"] == 0):
+    if given == math.inf:
         return None
+    loss = number(found.loss) if found.is_of_loss else None
     if loss is not None and in_one_process():
         return -loss if head["maximize"] else loss
-    if given != "auto":
-        raise RuntimeError(_UNKNOWN.format(given))
-    return None
+    if given == "auto" or head["lr"] == 0:  # as torch's checkpoints call it, to have a state
+        return None
+    raise RuntimeError(_UNKNOWN.format(given))
 
 # %% ../nbs/optimizer/13_promise.ipynb #18de1c37
 def promised_decrease(
@@ -59,7 +59,8 @@ def promised_decrease(
         A number on the device of the first gradient, in the widest dtype of all.
     """
     parts = [
-        rate * torch.dot(g.reshape(-1), u.reshape(-1))  # eq-promise
+        torch.dot(g.reshape(-1), u.reshape(-1))
+        * (rate.reshape(()).to(u.device) if isinstance(rate, Tensor) else rate)  # eq-promise
         for g, (rate, u) in zip(gradients, steps, strict=True)
     ]
     dtype = max((x.dtype for x in parts), key=lambda kind: kind.itemsize)
@@ -74,18 +75,22 @@ def decrease_factor(
     Args:
         promise: the decrease that it promises.
         loss: the loss, as `bounding_loss` returns it.
-        head: a param group, with `max_decrease`, the `lowest` loss before, and `ceiling`, which is positive after a loss
-            that wasn't zero.
+        head: a param group, with `max_decrease`, the `lowest` loss before, and `ceiling`, a hundred times the largest of
+            the first ten losses.
 
     Returns:
         A factor in [0, 1], and a number in the units of the loss; nobody has waited for either.
     """
-    most = 2.0 if head["max_decrease"] == "auto" else head["max_decrease"]
+    given = head["max_decrease"]
+    kind = torch.promote_types(torch.promote_types(loss.dtype, promise.dtype), torch.float32)
+    loss, promise = loss.to(kind), promise.to(loss.device, kind)
     before, ceiling = (torch.as_tensor(head[name]).to(loss) for name in ("lowest", "ceiling"))
-    lowest = before.fmin(loss)
-    allowed, promise = most * loss, promise.to(loss)
-    bounded = (lowest >= 0) & (ceiling.maximum(loss) > 0) & (promise > allowed)
-    return (allowed / promise).where(bounded, 1.0), lowest  # eq-promise-bound
+    lowest, first = before.minimum(loss.where(loss.isfinite(), math.inf)), ceiling / 100
+    allowed = loss * (2.0 if given == "auto" else given)
+    below = first / 10 if given == "auto" else torch.where(first + loss > 0, math.inf, 0.0)
+    ends_at_zero = (loss >= 0) & (lowest >= -1e-6 * first)
+    is_cut = ends_at_zero & (allowed < promise) & (promise < below)
+    return (allowed / promise).where(is_cut, 1.0), lowest  # eq-promise-bound
 
 # %% ../nbs/optimizer/13_promise.ipynb #b4e5d70d
 def bounded(
@@ -102,10 +107,10 @@ def bounded(
         gradients: the gradient, as batches of columns.
         steps: a rate and a direction for each of them.
         loss: what `bounding_loss` has returned.
-        head: a param group, as for `decrease_factor`.
+        head: a param group, as for `decrease_factor`, with `cut`, how many steps were shortened.
     """
     if loss is None:
-        return factor, {"lowest": torch.as_tensor(head["lowest"])}
+        return factor, {name: torch.as_tensor(head[name]) for name in ("lowest", "cut")}
     promise = promised_decrease(gradients, steps) * factor
-    cut, lowest = decrease_factor(promise, loss, head)
-    return factor * cut.to(factor), {"lowest": lowest}
+    part, lowest = decrease_factor(promise, loss, head)
+    return factor * part.to(factor), {"lowest": lowest, "cut": head["cut"] + (part < 1)}

@@ -16,7 +16,7 @@ from torch import Tensor
 from .affine import as_real, from_real
 from .buckets import begun
 from .derivatives import draw_by_parameter
-from .graphs import plain_attention
+from .graphs import attending
 from .hvp import hvp_approx, hvp_exact, hvp_forward
 from .optim import PSGD, fits
 
@@ -39,8 +39,7 @@ def multiply_by_hessian(
 
     def multiply(values: Values) -> dict[Tensor, Tensor]:
         vector = [values[p] for p in params]
-        with plain_attention(hvp != "approx"):
-            product = PRODUCTS[hvp](loss, params, vector).product
+        product = attending(lambda: PRODUCTS[hvp](loss, params, vector).product)
         return dict(zip(params, product, strict=True))
 
     return multiply

@@ -831,6 +831,6 @@ class SharedPSGD(OwnedState):
         )
         known = {name: head[name] + n for name, n in counts.items()}
         known |= after_loss(head, number(loss)) | {"reference": plan.norm}
-        known |= {"lowest": torch.as_tensor(head["lowest"])}
+        known |= {name: torch.as_tensor(head[name]) for name in ("lowest", "cut")}
         for group in self.param_groups:
             group |= known

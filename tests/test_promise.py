@@ -13,6 +13,7 @@ from psgd_lit.groups.triangular import Triangular
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 WILD = {"init_scale": 10.0, "update_every": 10**9, "preconditioner": "dense", "max_norm": math.inf}
+BOUND = WILD | {"max_decrease": 2.0}
 
 
 def number(value: float = 3.0) -> Tensor:
@@ -26,7 +27,7 @@ def parabola(x: Tensor) -> Tensor:
 def test_newton_step_from_a_huge_preconditioner():
     """P is a hundred times the inverse curvature, and the step ends at the minimum all the same."""
     x = number()
-    PSGD([x], lr=0.1, **WILD).step(lambda: parabola(x))
+    PSGD([x], lr=0.1, **BOUND).step(lambda: parabola(x))
     torch.testing.assert_close(x.detach(), torch.zeros(1).double())
     x = number()
     PSGD([x], lr=0.1, max_decrease=math.inf, **WILD).step(lambda: parabola(x))
@@ -53,8 +54,8 @@ def test_promise_is_what_is_allowed(most):
 def test_groups_of_other_rates():
     """The promise is summed over blocks, each with its step size."""
     x, y = number(1.0), number(2.0)
-    groups = [{"params": [x], "lr": 0.1}, {"params": [y], "lr": 0.3}]
-    PSGD(groups, **WILD).step(lambda: parabola(x) + parabola(y))
+    groups = [{"params": [x], "lr": torch.tensor([0.1])}, {"params": [y], "lr": 0.3}]
+    PSGD(groups, **BOUND).step(lambda: parabola(x) + parabola(y))
     factor = 2 * 2.5 / (0.1 * 100 * 1 + 0.3 * 100 * 4)
     torch.testing.assert_close(x.detach(), torch.tensor([1 - factor * 10]).double())
     torch.testing.assert_close(y.detach(), torch.tensor([2 - factor * 60]).double())
@@ -63,7 +64,7 @@ def test_groups_of_other_rates():
 def test_momentum_counts_by_the_step():
     """What is bounded is the promise of the step that is taken, by the gradient of this batch."""
     x = number()
-    opt = PSGD([x], lr=0.001, momentum=0.9, **WILD)
+    opt = PSGD([x], lr=0.001, momentum=0.9, **BOUND)
     for slope in (1.0, 4.0):
         before, f = x.detach().clone(), slope * x.detach().abs().sum()
         opt.step(lambda: slope * x.abs().sum())  # noqa: B023
@@ -79,7 +80,7 @@ def test_momentum_counts_by_the_step():
 def test_negative_losses_end_it():
     """A loss that goes below zero is crossed, and from then on nothing is bounded."""
     x = number()
-    opt = PSGD([x], lr=0.1, **WILD)
+    opt = PSGD([x], lr=0.1, **BOUND)
     opt.step(lambda: x.sum())
     torch.testing.assert_close(x.detach(), torch.tensor([-3.0]).double())
     opt.step(lambda: x.sum())
@@ -91,7 +92,7 @@ def test_negative_losses_end_it():
 def test_a_loss_that_is_always_zero():
     """A loss without a value, as made from a reward, has no bound; zero after a positive loss allows no step."""
     x = number()
-    opt = PSGD([x], lr=0.1, **WILD)
+    opt = PSGD([x], lr=0.1, **BOUND)
     opt.step(lambda: (x - x.detach()).sum())
     torch.testing.assert_close(x.detach(), torch.tensor([-7.0]).double())
     opt.step(lambda: parabola(x))
@@ -103,7 +104,7 @@ def test_a_loss_that_is_always_zero():
 def test_an_undefined_loss_is_forgotten():
     """A step that is skipped leaves the lowest loss as it was."""
     x = number()
-    opt = PSGD([x], lr=0.1, **WILD)
+    opt = PSGD([x], lr=0.1, **BOUND)
     opt.step(lambda: parabola(x) * math.nan)
     assert opt.skipped == 1
     assert x.item() == 3.0
@@ -114,9 +115,9 @@ def test_an_undefined_loss_is_forgotten():
 def test_maximize():
     """A reward that is never positive is bounded like a loss."""
     x = number()
-    PSGD([x], lr=0.1, maximize=True, **WILD).step(lambda: -parabola(x))
+    PSGD([x], lr=0.1, maximize=True, **BOUND).step(lambda: -parabola(x))
     torch.testing.assert_close(x.detach(), torch.zeros(1).double())
-    PSGD([x := number()], lr=0.1, maximize=True, **WILD).step(lambda: x.sum())
+    PSGD([x := number()], lr=0.1, maximize=True, **BOUND).step(lambda: x.sum())
     torch.testing.assert_close(x.detach(), torch.tensor([13.0]).double())
 
 
@@ -152,14 +153,14 @@ def test_several_processes():
         PSGD([x], lr=0.1, **WILD).step(lambda: parabola(x))
         assert x.item() < -1
         with pytest.raises(RuntimeError, match="one process"):
-            PSGD([x], lr=0.1, max_decrease=2.0, **WILD).step(lambda: parabola(x))
+            PSGD([x], lr=0.1, **BOUND).step(lambda: parabola(x))
 
 
 @pytest.mark.parametrize("hvp", ["exact", "forward", "approx", "whiten"])
 def test_every_product_knows_its_loss(hvp):
     """Whatever the product, and on a step with a fit and one without."""
     x = number()
-    opt = PSGD([x], lr=0.1, hvp=hvp, **WILD | {"update_every": lambda t: 2})
+    opt = PSGD([x], lr=0.1, hvp=hvp, **BOUND | {"update_every": lambda t: 2})
     for _ in range(2):
         with torch.no_grad():
             x.fill_(3.0)
@@ -171,10 +172,10 @@ def test_every_product_knows_its_loss(hvp):
 def test_state_goes_on():
     """The lowest loss is part of the state, and a copy and a loaded state have it."""
     x = number()
-    opt = PSGD([x], lr=0.1, **WILD)
+    opt = PSGD([x], lr=0.1, **BOUND)
     opt.step(lambda: x.sum() - 4)
     y = x.detach().clone().requires_grad_()
-    other = PSGD([y], lr=0.1, **WILD)
+    other = PSGD([y], lr=0.1, **BOUND)
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     for o, z in ((opt, x), (other, y)):
         o.step(lambda: parabola(z))  # noqa: B023
@@ -213,7 +214,73 @@ def test_blocks_of_half_precision():
     """The promise is formed in the dtype of the state, and the factor reaches every block."""
     x = nn.Parameter(torch.tensor([3.0, 1.0], dtype=torch.bfloat16))
     y = nn.Parameter(torch.tensor([2.0]))
-    opt = PSGD([x, y], lr=0.1, preconditioner=Triangular(), **{k: WILD[k] for k in WILD if k != "preconditioner"})
+    opt = PSGD([x, y], lr=0.1, **BOUND | {"preconditioner": Triangular()})
     loss = opt.step(lambda: parabola(x.float()) + parabola(y))
     after = parabola(x.float()) + parabola(y)
     assert after < 0.01 * loss
+
+
+def test_a_loss_in_float16():
+    """A promise beyond float16 is compared in float32."""
+    x = nn.Parameter(torch.full((100,), 30.0))
+    PSGD([x], lr=1.0, **BOUND).step(lambda: (x.square().sum() / 10).half())
+    assert x.detach().abs().max() < 0.1
+
+
+def surrogate(x: Tensor) -> Tensor:
+    """A value that is the same at each call, with the gradient of (x - 5)^2."""
+    return ((x - x.detach()) * 2 * (x.detach() - 5)).sum() + 1e-3
+
+
+@pytest.mark.parametrize("hvp", ["exact", "whiten"])
+def test_a_value_that_says_nothing(hvp):
+    """The rule doesn't starve a loss that is made for its gradient alone, as in policy gradients."""
+    ends = []
+    for most in ("auto", math.inf):
+        x = number(2.0)
+        opt = PSGD([x], 0.1, hvp=hvp, max_decrease=most)
+        for _ in range(300):
+            opt.step(lambda: surrogate(x))  # noqa: B023
+        ends.append(x.item())
+    assert ends[0] == pytest.approx(ends[1], abs=0.2)
+
+
+def test_whoever_asks_for_a_bound_is_told_what_it_does():
+    """Most steps shortened is a warning, and a number in the diagnostics."""
+    x = number(2.0)
+    opt = PSGD([x], 0.1, max_decrease=2.0)
+    for _ in range(100):
+        opt.step(lambda: surrogate(x))
+    with pytest.warns(UserWarning, match="policy gradients"):
+        opt.step(lambda: surrogate(x))
+    assert opt.diagnostics()["cut"] > 90
+    assert x.item() < 3
+
+
+def test_a_rounding_below_zero_is_no_negative_loss():
+    x = number()
+    opt = PSGD([x], lr=0.0, **WILD)
+    opt.step(lambda: parabola(x))
+    opt.step(lambda: parabola(x) * 0 - 1e-7)
+    with torch.no_grad():
+        x.fill_(0.1)
+    opt.param_groups[0]["lr"] = 0.1
+    opt.step(lambda: parabola(x))
+    assert abs(x.item()) < 1e-9
+
+
+def test_frozen_attention_keeps_its_kernel():
+    """Only a kernel that has refused is replaced."""
+    seen, x = [], torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    head = nn.Linear(4, 1)
+    opt = PSGD(head.parameters(), update_every=1)
+
+    def loss() -> Tensor:
+        seen.append(torch.backends.cuda.flash_sdp_enabled())
+        with torch.no_grad():
+            hidden = nn.functional.scaled_dot_product_attention(x, x, x).mean((1, 2))
+        return (head(hidden) - 1).square().mean()
+
+    for _ in range(3):
+        opt.step(loss)
+    assert seen == [True] * 3
