@@ -314,7 +314,7 @@ def _derivatives(
     product = None if probe is None else _filled(gradient, params)
     return Derivatives(loss, gradient, product, is_of_loss=True)
 
-
+# %% ../nbs/appendix/06_derivatives.ipynb #3d0e25b9
 def closure_derivatives(
     closure: Callable[[], Any],
     params: Sequence[Tensor],

@@ -172,12 +172,13 @@ def word_of_trouble(head: Mapping[str, Any]) -> str | None:
     """Return a warning, at iterations at which the host may wait, if steps or fits were lost or the loss has exploded.
 
     Args:
-        head: a param group, with `t`, `dropped`, `exploded`, `skipped`, `cut`, `refused` and `part`.
+        head: a param group, with `t`, `dropped`, `exploded`, `skipped`, `cut`, `max_decrease`, `refused` and `part`.
     """
     t = int(head["t"])
     if not is_read(t):
         return None
     counts = {**head, "refused": head["refused"] if head["part"] < 1e-3 else 0}
+    counts["cut"] = head["cut"] if head["max_decrease"] == "auto" else 0
     told = _TROUBLES.items()
     return next((words for name, (share, words) in told if int(counts[name]) > share * t), None)
 
@@ -214,6 +215,11 @@ class LossWatch:
     def exploded(self) -> int:
         """At how many steps the loss was over a hundred times as large as the largest of the first ten."""
         return int(self.param_groups[0]["exploded"])
+
+    @property
+    def cut(self) -> int:
+        """How many steps were shortened, because they promised too much."""
+        return int(self.param_groups[0]["cut"])
 
     @property
     def refused(self) -> int:

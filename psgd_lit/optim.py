@@ -444,6 +444,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
             gradient or a move, nothing has changed; where it was a Hessian-vector product alone, Q has not learned.
         dropped_fits: how many of them have moved the parameters, but were dropped from the fit of Q.
         exploded: at how many steps the loss was over a hundred times as large as the largest of the first ten.
+        cut: how many steps were shortened, because they promised more than `max_decrease` allows.
         refused: how many steps were taken back.
 
     Raises:

@@ -88,6 +88,7 @@ def decrease_factor(
     lowest, first = before.minimum(loss.where(loss.isfinite(), math.inf)), ceiling / 100
     allowed = loss * (2.0 if given == "auto" else given)
     below = first / 10 if given == "auto" else torch.where(first + loss > 0, math.inf, 0.0)
+    # eq-promise-auto
     ends_at_zero = (loss >= 0) & (lowest >= -1e-6 * first)
     is_cut = ends_at_zero & (allowed < promise) & (promise < below)
     return (allowed / promise).where(is_cut, 1.0), lowest  # eq-promise-bound
