@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['bounding_loss', 'promised_decrease', 'decrease_factor', 'bounded']
 
-# %% ../nbs/optimizer/13_promise.ipynb #168a4e53
+# %% ../nbs/optimizer/13_promise.ipynb #ea18f4b4
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from .derivatives import Derivatives
 from .descent import in_one_process, number
 
-# %% ../nbs/optimizer/13_promise.ipynb #709619aa
+# %% ../nbs/optimizer/13_promise.ipynb #db5b168a
 _UNKNOWN = (
     "max_decrease={} compares what a step promises with the loss, and needs one process and a closure that returns the loss "
     'and leaves backward() to PSGD: opt.step(lambda: loss_fn(model(x), y)); or leave it at "auto"'
@@ -45,7 +45,7 @@ def bounding_loss(head: Mapping[str, Any], found: Derivatives) -> Tensor | None:
         return None
     raise RuntimeError(_UNKNOWN.format(given))
 
-# %% ../nbs/optimizer/13_promise.ipynb #18de1c37
+# %% ../nbs/optimizer/13_promise.ipynb #2292f00d
 def promised_decrease(
     gradients: Iterable[Tensor], steps: Iterable[tuple[float | Tensor, Tensor]]
 ) -> Tensor:
@@ -66,7 +66,7 @@ def promised_decrease(
     dtype = max((x.dtype for x in parts), key=lambda kind: kind.itemsize)
     return torch.stack([x.to(parts[0].device, dtype) for x in parts]).sum()
 
-# %% ../nbs/optimizer/13_promise.ipynb #ffc14b08
+# %% ../nbs/optimizer/13_promise.ipynb #b0ea3403
 def decrease_factor(
     promise: Tensor, loss: Tensor, head: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def decrease_factor(
     is_cut = ends_at_zero & (allowed < promise) & (promise < below)
     return (allowed / promise).where(is_cut, 1.0), lowest  # eq-promise-bound
 
-# %% ../nbs/optimizer/13_promise.ipynb #b4e5d70d
+# %% ../nbs/optimizer/13_promise.ipynb #454e9a0c
 def bounded(
     factor: Tensor,
     gradients: Iterable[Tensor],
