@@ -176,7 +176,7 @@ class KeptProduct:
             self._product = self.group.product(Q)
         return self._product
 
-# %% ../nbs/appendix/08_buckets.ipynb #7cb92bf2
+# %% ../nbs/appendix/08_buckets.ipynb #6323ec7f
 _WHOLE: Any = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
 
 

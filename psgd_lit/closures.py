@@ -36,7 +36,7 @@ class _Mark:
             and self.version == other.version
         )
 
-# %% ../nbs/appendix/05_closures.ipynb #e69fc1b4
+# %% ../nbs/appendix/05_closures.ipynb #55661491
 class History:
     """How the gradient of a parameter came about, as two hooks on the parameter see it.
 

@@ -5,7 +5,7 @@ __all__ = ['PROBES', 'HVP', 'random_signs', 'draw_probes', 'draw_by_parameter', 
            'Derivatives', 'stored_derivatives', 'closure_derivatives', 'mean_over_ranks', 'warn_unless_averaged',
            'used_derivatives', 'amp_scale', 'without_autocast']
 
-# %% ../nbs/appendix/06_derivatives.ipynb #2b8c5baf
+# %% ../nbs/appendix/06_derivatives.ipynb #5c684b1b
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -172,7 +172,7 @@ def check_parameters(params: Iterable[Tensor], sharded: bool = False) -> None:
                 0  # a new optimizer looks anew whether its closure is one function
             )
 
-# %% ../nbs/appendix/06_derivatives.ipynb #d9742922
+# %% ../nbs/appendix/06_derivatives.ipynb #ddbfc2e0
 _WAYS = """Three ways to call step:
 * opt.step(lambda: loss_fn(model(x), y)), a closure that returns the loss and calls no backward: for every hvp
 * opt.step(closure), a closure that calls backward() and returns the loss: for hvp="approx" and "whiten", and for
@@ -255,7 +255,7 @@ def stored_derivatives(
         drop_graphs(params)
     return Derivatives(None, [None if g is None else g.detach() for g in gradient], product)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #1c076a89
+# %% ../nbs/appendix/06_derivatives.ipynb #0ee76bde
 def _difference(
     closure: Callable[[], Any], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> Derivatives:
@@ -286,16 +286,14 @@ def _difference(
     gradient = left if aside.called_backward else found.gradient
     return Derivatives(found.loss, gradient, found.product, not aside.called_backward)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #8745c6d2
+# %% ../nbs/appendix/06_derivatives.ipynb #f4249616
 def _derivatives(
     closure: Callable[[], Any],
     params: Sequence[Tensor],
     probe: Sequence[Tensor] | None,
     hvp: str,
 ) -> Derivatives:
-    """Return the derivatives of the loss of a closure, with the kernels that are chosen now."""
-    if probe is not None and hvp == "approx":
-        return _difference(closure, params, probe)
+    """Return the derivatives of the loss of a closure, by no difference, with the kernels that are chosen now."""
     if probe is not None and hvp == "forward":
         aside = Aside(params)
         found = hvp_forward(lambda: aside.run(closure), params, probe)
@@ -314,7 +312,7 @@ def _derivatives(
     product = None if probe is None else _filled(gradient, params)
     return Derivatives(loss, gradient, product, is_of_loss=True)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #3d0e25b9
+# %% ../nbs/appendix/06_derivatives.ipynb #8b7ed7f6
 def closure_derivatives(
     closure: Callable[[], Any],
     params: Sequence[Tensor],
@@ -343,7 +341,9 @@ def closure_derivatives(
             f"step takes a function that returns the loss, such as lambda: loss_fn(model(x), y), not {type(closure).__name__}"
         )
     warn_if_batches_are_lost()
-    if probe is None or hvp not in ("exact", "forward"):
+    if probe is not None and hvp == "approx":
+        return _difference(closure, params, probe)
+    if probe is None or hvp == "whiten":
         return _derivatives(closure, params, probe, hvp)
     history, left = histories(params)[0], [p.grad for p in params]
     try:

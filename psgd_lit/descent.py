@@ -78,12 +78,12 @@ def number(loss: Any) -> Tensor | None:
         return None
     return torch.tensor(float(loss), dtype=torch.float64)
 
-# %% ../nbs/optimizer/02_descent.ipynb #d57a8708
+# %% ../nbs/optimizer/02_descent.ipynb #2da89b6b
 def in_one_process() -> bool:
     """Whether no other process of torch's distributed training has a loss of its own."""
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
-# %% ../nbs/optimizer/02_descent.ipynb #0793ce71
+# %% ../nbs/optimizer/02_descent.ipynb #d429960d
 def judged(head: Mapping[str, Any], loss: Tensor | None) -> tuple[dict[str, Any], Tensor]:
     """Return what is known of the step on trial after its loss, by name, and whether it is refused; nothing if not monotone.
 
@@ -137,7 +137,7 @@ def after_loss(head: Mapping[str, Any], loss: Tensor | None) -> dict[str, Any]:
     ceiling = usual.where(usual > 0, 100 * height.abs())
     return {"ceiling": ceiling, "exploded": head["exploded"] + (height > ceiling)}
 
-# %% ../nbs/optimizer/02_descent.ipynb #06cce497
+# %% ../nbs/optimizer/02_descent.ipynb #1ae4a115
 _TROUBLES = {  # by count: the share of all steps from which on it is told, and how
     "dropped": (
         0.0,
@@ -156,9 +156,9 @@ _TROUBLES = {  # by count: the share of all steps from which on it is told, and 
     ),
     "cut": (
         0.5,
-        "most steps were shortened, because they promised to lower the loss by more than max_decrease times the loss: either "
-        "nothing is left to learn, or the value of the loss doesn't say what there is to gain, as in policy gradients; then "
-        "say max_decrease=math.inf",
+        "most steps were shortened, because they promised to lower the loss by more than max_decrease times the loss, see "
+        "opt.cut: either P is far too large or nothing is left to learn, and then this helps; or the value of the loss "
+        "doesn't say what there is to gain, as in policy gradients, and then say max_decrease=math.inf",
     ),
     "refused": (
         0.4,
@@ -182,7 +182,7 @@ def word_of_trouble(head: Mapping[str, Any]) -> str | None:
     told = _TROUBLES.items()
     return next((words for name, (share, words) in told if int(counts[name]) > share * t), None)
 
-# %% ../nbs/optimizer/02_descent.ipynb #84c93758
+# %% ../nbs/optimizer/02_descent.ipynb #eb09ecf8
 COUNTS: dict[str, Any] = {
     "t": 0,
     "joined": 0,
@@ -240,7 +240,7 @@ class LossWatch:
         for group in self.param_groups:
             group["loss"] = math.inf
 
-# %% ../nbs/optimizer/02_descent.ipynb #93708038
+# %% ../nbs/optimizer/02_descent.ipynb #fbf6d894
 def direction(bucket: Any, g: Tensor, Q: Any, hvp: str, steps: int = 1) -> Tensor:
     """Return P g as columns, `(members, n, 1)`, and what stands for it where no pair has been met.
 
@@ -276,7 +276,7 @@ def criterion_terms(bucket: Any, Q: Any, probes: Any, products: Any) -> Tensor:
     ends = bucket.group.apply(Q, h), bucket.group.solve_t(Q, v.where(h != 0, 0.0))
     return torch.stack([x.square().sum() for x in ends])
 
-# %% ../nbs/optimizer/02_descent.ipynb #d913795d
+# %% ../nbs/optimizer/02_descent.ipynb #65143350
 MEASURED = ("criterion", "balance", "gradient_norm", "direction_norm", "clip", "step_norm")
 
 

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['TELLING', 'unchanged', 'replaying', 'steadiness', 'Condition', 'examine', 'Trial', 'try_products']
 
-# %% ../nbs/appendix/10_examination.ipynb #1f5468ea
+# %% ../nbs/appendix/10_examination.ipynb #9bc8d3de
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -184,7 +184,7 @@ class Trial(NamedTuple):
             "yes" if self.deviation <= limit else "doubtful: off by more than a difference is"
         )
 
-# %% ../nbs/appendix/10_examination.ipynb #379c0c3d
+# %% ../nbs/appendix/10_examination.ipynb #a0e419a9
 _UNSTEADY = "two calls at one point differ, and their difference would count as curvature: draw data outside of the closure"
 
 

@@ -5,7 +5,7 @@ __all__ = ['WAYS_OUT', 'Faults', 'HIDING', 'WRONG_TWICE', 'WRONG_FORWARD', 'Seco
            'plain_attention', 'lacks_plain_attention', 'attending', 'nodes', 'label', 'check_graph', 'checking',
            'computed_inside', 'check_precision', 'precision_checked']
 
-# %% ../nbs/appendix/04_graphs.ipynb #ca4dd1c3
+# %% ../nbs/appendix/04_graphs.ipynb #9f6609ea
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# %% ../nbs/appendix/04_graphs.ipynb #99b93cce
+# %% ../nbs/appendix/04_graphs.ipynb #fc2a0c67
 _REFUSALS = re.compile(
     r"derivative for .* is not implemented"  # double backward through attention, cdist, cuDNN's RNN, ...
     r"|forward AD with .* does not support it"  # an operator without a forward formula
@@ -60,7 +60,7 @@ def refusals_explained() -> Iterator[None]:
             raise RuntimeError(_USED_UP) from error
         raise
 
-# %% ../nbs/appendix/04_graphs.ipynb #5332f87a
+# %% ../nbs/appendix/04_graphs.ipynb #44eea890
 @contextmanager
 def plain_attention(wanted: bool = True) -> Iterator[None]:
     """Let attention run by torch's plain kernel, which can be differentiated twice, and keeps a matrix of the length squared.
@@ -74,12 +74,12 @@ def plain_attention(wanted: bool = True) -> Iterator[None]:
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
-# %% ../nbs/appendix/04_graphs.ipynb #501ddf60
+# %% ../nbs/appendix/04_graphs.ipynb #84f7d281
 def lacks_plain_attention(error: SecondDerivativeError) -> bool:
     """Return whether it was a kernel of attention that has refused."""
     return "scaled_dot_product" in str(error)
 
-# %% ../nbs/appendix/04_graphs.ipynb #b6f0997b
+# %% ../nbs/appendix/04_graphs.ipynb #e6fe4178
 _Found = TypeVar("_Found")
 
 

@@ -4,7 +4,7 @@
 __all__ = ['Values', 'Multiply', 'PRODUCTS', 'Operation', 'LADDER', 'multiply_by_hessian', 'act', 'starting_scale', 'fit_at_rest',
            'balances', 'eigenvalue_sizes', 'size_and_evenness', 'longest_step']
 
-# %% ../nbs/optimizer/05_quality.ipynb #ba93f82c
+# %% ../nbs/optimizer/05_quality.ipynb #be2cfe25
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
@@ -20,7 +20,7 @@ from .graphs import attending
 from .hvp import hvp_approx, hvp_exact, hvp_forward
 from .optim import PSGD, fits
 
-# %% ../nbs/optimizer/05_quality.ipynb #f8ca5c7d
+# %% ../nbs/optimizer/05_quality.ipynb #b14d3aaa
 Values = Mapping[Tensor, Tensor]
 Multiply = Callable[[Values], dict[Tensor, Tensor]]
 PRODUCTS = {"exact": hvp_exact, "forward": hvp_forward, "approx": hvp_approx}

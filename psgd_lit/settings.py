@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
         return value
     return operator.index(value) if isinstance(value, Integral) else float(value)
 
-# %% ../nbs/appendix/09_settings.ipynb #7a956309
+# %% ../nbs/appendix/09_settings.ipynb #a24c0aac
 SHARED = (
     "hvp",
     "update_every",
@@ -114,7 +114,7 @@ def check_number(name: str, value: Any, read: bool) -> None:
     if (number or read) and not valid(value):
         raise ValueError(f"{name} must be {text}, not {value!r}")
 
-# %% ../nbs/appendix/09_settings.ipynb #f5040103
+# %% ../nbs/appendix/09_settings.ipynb #e43f3ea3
 def check_settings(settings: dict[str, Any], shared: dict[str, Any], read: bool = True) -> None:
     """Check the settings of a param group.
 

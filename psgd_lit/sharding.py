@@ -422,7 +422,7 @@ class Sharing(NamedTuple):
         shape = {p: p.shape if whole else here(p).shape for p in cuts}
         return {p: normal(p, place[p], cut, seed, t).view(shape[p]) for p, cut in cuts.items()}
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #35ea5ead
+# %% ../nbs/optimizer/08_several_machines.ipynb #9856c8ea
 def check_shareable(groups: Iterable[Mapping[str, Any]]) -> None:
     """Check the settings that ranks cannot share, or that sharded parameters lack.
 
@@ -540,7 +540,7 @@ class Plan(NamedTuple):
     dropped: Tensor
     norm: Tensor | None
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #36ffc3ee
+# %% ../nbs/optimizer/08_several_machines.ipynb #66cf6364
 def planned(
     optimizer: PSGD,
     gradient: Mapping[Tensor, Tensor],
@@ -740,7 +740,7 @@ def derivatives_here(
     derive = stored_derivatives if closure is None else partial(closure_derivatives, closure)
     return derive(params, probe, head["hvp"])
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #b5c6ce01
+# %% ../nbs/optimizer/08_several_machines.ipynb #ce734c11
 _WEIGHT = (
     "weight must be positive and finite, and 1 where fully_shard has averaged before, not {!r}; there multiply the loss of "
     "this rank by its batch over the mean batch"

@@ -376,7 +376,8 @@ def test_settling_twice_takes_nothing_back():
 @pytest.mark.filterwarnings("ignore:many steps were taken back")
 def test_no_start_of_a_step_rises_however_wrong_the_preconditioner_is():
     x = nn.Parameter(torch.ones(3))
-    opt = PSGD([x], lr=1.0, preconditioner="dense", monotone=True, init_scale=1.0, max_norm=math.inf)
+    free = {"max_norm": math.inf, "max_decrease": math.inf}
+    opt = PSGD([x], lr=1.0, preconditioner="dense", monotone=True, init_scale=1.0, **free)
     starts = []
     for _ in range(150):
         opt.step(lambda: 5e8 * x.square().sum())

@@ -134,7 +134,7 @@ def make_model(name: str) -> Problem:
         raise ExperimentError(f"unknown model {name!r}; there are {', '.join(MODELS)}")
     return MODELS[name](torch.Generator().manual_seed(0))
 
-# %% ../../nbs/optimizer/09_bench.ipynb #0f5d7354
+# %% ../../nbs/optimizer/09_bench.ipynb #0cdfe1d3
 def _ours(hvp: str = "exact", form: str = "kron", k: int | str = 1) -> Contender:
     """Return PSGD with a fit at every k-th step."""
     paper: dict[str, Any] = {"probes": "normal", "max_decrease": math.inf}

@@ -4,7 +4,7 @@
 __all__ = ['OURS', 'TIRELESS', 'CONTENDERS', 'Contender', 'HandOver', 'Together', 'package', 'Theirs', 'contender_of',
            'closure_for', 'Race']
 
-# %% ../../nbs/appendix/17_contenders.ipynb #ff15e562
+# %% ../../nbs/appendix/17_contenders.ipynb #287c3176
 import contextlib
 import importlib
 import io
@@ -48,7 +48,7 @@ class Contender:
     calls_backward: bool = True
     refuses: Callable[[Task, Problem], str] = lambda task, problem: ""
 
-# %% ../../nbs/appendix/17_contenders.ipynb #e85e9cb5
+# %% ../../nbs/appendix/17_contenders.ipynb #2804de1e
 _FREE = {"update_every": "auto", "max_decrease": math.inf}
 _EXACT = _FREE | {"hvp": "exact", "lr": 0.1, "probes": "alternating"}
 OURS: dict[str, dict[str, Any]] = {
@@ -239,7 +239,7 @@ _LATER: dict[str, Contender] = {
     },
 }
 
-# %% ../../nbs/appendix/17_contenders.ipynb #19a4d6ff
+# %% ../../nbs/appendix/17_contenders.ipynb #2715663c
 CONTENDERS: dict[str, Contender] = {
     "whiten": Contender(_psgd, OURS["whiten"], calls_backward=False),
     "exact": Contender(_psgd, OURS["exact"], calls_backward=False),

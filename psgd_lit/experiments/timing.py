@@ -127,7 +127,7 @@ def make_steps(name: str, batch: int = 0) -> dict[str, Callable[[], Any]]:
 
     return {variant: bind(*made) for variant, made in VARIANTS.items() if takes(made[0])}
 
-# %% ../../nbs/evidence/11_wall_time.ipynb #5f3f8f68
+# %% ../../nbs/evidence/11_wall_time.ipynb #9f02f129
 def parts_of(case: Case, optimizer: Any) -> dict[str, Callable[[], Any]]:
     """Return the parts of a step of PSGD, by name: gradient, product, fit and precondition.
 
