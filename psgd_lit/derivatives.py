@@ -286,7 +286,7 @@ def _difference(
     gradient = left if aside.called_backward else found.gradient
     return Derivatives(found.loss, gradient, found.product, not aside.called_backward)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #f4249616
+# %% ../nbs/appendix/06_derivatives.ipynb #493a2d7c
 def _derivatives(
     closure: Callable[[], Any],
     params: Sequence[Tensor],
@@ -312,7 +312,7 @@ def _derivatives(
     product = None if probe is None else _filled(gradient, params)
     return Derivatives(loss, gradient, product, is_of_loss=True)
 
-# %% ../nbs/appendix/06_derivatives.ipynb #8b7ed7f6
+# %% ../nbs/appendix/06_derivatives.ipynb #7fd02c90
 def closure_derivatives(
     closure: Callable[[], Any],
     params: Sequence[Tensor],

@@ -137,7 +137,7 @@ def after_loss(head: Mapping[str, Any], loss: Tensor | None) -> dict[str, Any]:
     ceiling = usual.where(usual > 0, 100 * height.abs())
     return {"ceiling": ceiling, "exploded": head["exploded"] + (height > ceiling)}
 
-# %% ../nbs/optimizer/02_descent.ipynb #1ae4a115
+# %% ../nbs/optimizer/02_descent.ipynb #ef4dd3d4
 _TROUBLES = {  # by count: the share of all steps from which on it is told, and how
     "dropped": (
         0.0,
