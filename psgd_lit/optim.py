@@ -195,9 +195,10 @@ def planned_move(
     """
     lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
     decay = lr * group["weight_decay"] if group["weight_decay"] else None
-    go, rate = finite.to(x.device), factor.to(x.device) * lr
+    go = finite.to(x.device)
+    rate = (factor.to(x.device) * lr).where(go, 0.0)
     shrink = None if decay is None else (1 - go.to(x.dtype) * decay).nan_to_num(1.0)
-    steps = bucket.scatter(x.mul_(rate).masked_fill_(~go, 0.0))
+    steps = bucket.scatter(x.mul_(rate).nan_to_num_(0.0, math.inf, -math.inf))
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
 
@@ -274,7 +275,7 @@ def undefined_if_bad(
     i = min(sizes, key=sizes.__getitem__)  # one is enough, and the smallest is the cheapest
     one = gradient[i]
     g = torch.zeros_like(params[i]) if one is None else one
-    bad = torch.stack([sign.any().to(g.device) for sign in signs]).any()
+    bad = reduce(torch.logical_or, [sign.reshape(()).to(g.device) for sign in signs])
     gradient[i] = g.masked_fill(bad, math.nan)
     return found._replace(gradient=gradient)
 
@@ -629,7 +630,7 @@ class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
         steps = {
             "t": 1,
             "fits": bool(states),
-            "skipped": ~finite & ~refused.to(finite.device),
+            "skipped": ~(finite | refused.to(finite.device)),
             "dropped": dropped,
         }
         counts = (

@@ -146,8 +146,9 @@ def convolve(theta: Tensor, x: Tensor, side: int, stride: int = 1, padding: int 
 
     Source: Li 2018, section IV.A.
     """
-    weight = theta[:, :-1].reshape(len(theta), x.shape[1], side, side)
-    return conv2d(x, weight, theta[:, -1], stride, padding)  # eq-convolution
+    kernel, bias = torch.split(theta, [theta.shape[1] - 1, 1], 1)
+    weight = kernel.reshape(len(theta), x.shape[1], side, side)
+    return conv2d(x, weight, bias.squeeze(1), stride, padding)  # eq-convolution
 
 # %% ../../nbs/evidence/06_images.ipynb #1ad202fe
 def deconvolve(theta: Tensor, x: Tensor, side: int, stride: int, padding: int) -> Tensor:
@@ -162,8 +163,9 @@ def deconvolve(theta: Tensor, x: Tensor, side: int, stride: int, padding: int) -
 
     Source: Li 2018, section V.B, Experiment 5.
     """
-    weight = theta[:, :-1].reshape(len(theta), x.shape[1], side, side).transpose(0, 1)
-    return conv_transpose2d(x, weight, theta[:, -1], stride, padding)
+    kernel, bias = torch.split(theta, [theta.shape[1] - 1, 1], 1)
+    weight = kernel.reshape(len(theta), x.shape[1], side, side).transpose(0, 1)
+    return conv_transpose2d(x, weight, bias.squeeze(1), stride, padding)
 
 # %% ../../nbs/evidence/06_images.ipynb #636e7522
 def draw_matrices(shapes: Sequence[tuple[int, int]], source: torch.Generator) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, conv_transpose2d, mse_loss
 
 from ..blocks import MAX_DENSE
+from ..buckets import begun
 from ..derivatives import closure_derivatives, draw_probes
 from .methods import make_optimizer
 from .sequences import PROBLEMS
@@ -133,7 +134,7 @@ def parts_of(case: Case, optimizer: Any) -> dict[str, Callable[[], Any]]:
 
     Args:
         case: what is trained.
-        optimizer: a PSGD of its parameters.
+        optimizer: a PSGD of its parameters; its Q begins, for that happens once and in no later step.
 
     Source: Li 2018, section V.C: the gradient, C1 (with the gradient), C2 and C3.
     """
@@ -141,11 +142,13 @@ def parts_of(case: Case, optimizer: Any) -> dict[str, Callable[[], Any]]:
     found: Any = closure_derivatives(case.loss, case.params, probe, "exact")
     g, h = (dict(zip(case.params, x, strict=True)) for x in (found.gradient, found.product))
     v, buckets = dict(zip(case.params, probe, strict=True)), optimizer.buckets.active(g)
+    with torch.no_grad():
+        optimizer.buckets.keep([b.state | {"Q": begun(b, g, (v, h))} for _, b in buckets])
     return {
         "gradient": lambda: loss_and_gradient(case.loss, case.params),
         "product": lambda: closure_derivatives(case.loss, case.params, probe, "exact"),
         "fit": torch.no_grad()(
-            lambda: optimizer.buckets.keep([b.fit(v, h, 0.01) for _, b in buckets])
+            lambda: optimizer.buckets.keep([b.fit(v, h, 0.01, level=False) for _, b in buckets])
         ),
         "precondition": torch.no_grad()(
             lambda: [b.scatter(b.precondition(b.gather(g))) for _, b in buckets]

@@ -78,7 +78,8 @@ def updated_share(fit: Fit, met: Tensor, counts: Tensor) -> Tensor:
         counts: booleans of the batch shape; the shares of other members keep their bits.
     """
     weight = (met.shape[-1] / fit.pairs).clamp(_FORGETTING, 1.0) * counts
-    return fit.share.lerp(met.mean(-1), weight[..., None])  # eq-share
+    part = met.mean(-1) if met.shape[-1] > 1 else met.squeeze(-1)  # a mean of one is slow
+    return fit.share.lerp(part, weight[..., None])  # eq-share
 
 # %% ../../nbs/learning/04_fit.ipynb #4f49f3ec
 def learn(
@@ -118,7 +119,7 @@ def learn(
         counts = counts & trusted
     known = counts[..., None, None]
     h = (h * known).nan_to_num_(0.0)
-    pairs, met = fit.pairs + h.shape[-1] * counts, coordinates_met(h)
+    pairs, met = fit.pairs.add(counts, alpha=h.shape[-1]), coordinates_met(h)
     share = updated_share(fit._replace(pairs=pairs), met, counts)
     weight = share.rsqrt()[..., None] * met
     weighted = weight.mul_(v).nan_to_num_(0.0, math.inf, -math.inf)  # eq-weighted-probe

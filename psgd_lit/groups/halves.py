@@ -4,6 +4,8 @@
 __all__ = ['as_batch', 'is_transposed', 'multiply', 'plus_product', 'add_product', 'halves', 'triangular_product', 'substitution']
 
 # %% ../../nbs/learning/02_halves.ipynb #7d9e4b99
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -75,6 +77,13 @@ def _solve(A: Tensor, x: Tensor, upper: bool) -> Tensor:
     solved: Tensor = torch.linalg.solve_triangular(A.mT, x.mT, upper=not upper, left=False)
     return solved.mT
 
+# %% ../../nbs/learning/02_halves.ipynb #2dd66a52
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Return matrices one below the other, in the memory layout of the first."""
+    if is_transposed(parts[0]):
+        return torch.cat([x.mT for x in parts], -1).mT
+    return torch.cat(list(parts), -2)
+
 # %% ../../nbs/learning/02_halves.ipynb #77f29191
 def substitution(A: Tensor, x: Tensor, upper: bool) -> Tensor:
     """Return `A^-1 x` by the upper or the lower triangle of A, in the layout of x.
@@ -90,6 +99,5 @@ def substitution(A: Tensor, x: Tensor, upper: bool) -> Tensor:
     if rest.stop == rest.start:
         return solved.reshape(x.shape)
     known = plus_product(X[:, rest], A[:, rest, start], solved, alpha=-1.0)
-    out = torch.empty_like(X)
-    out[:, start], out[:, rest] = solved, _solve(A[:, rest, rest], known, upper)  # eq-halves
-    return out.reshape(x.shape)
+    both = [solved, _solve(A[:, rest, rest], known, upper)]  # eq-halves
+    return _stacked(both[::-1] if upper else both).reshape(x.shape)
