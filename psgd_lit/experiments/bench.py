@@ -2,7 +2,8 @@
 
 # %% auto #0
 __all__ = ['GROWTH', 'MODELS', 'NEVER', 'METHODS', 'Matrices', 'make_model', 'make_optimizer_and_step', 'make_step', 'Memory',
-           'state_bytes', 'operations_of', 'held_by', 'time_parts', 'bench_model', 'run_bench', 'add_bench']
+           'state_tensors', 'state_bytes', 'copy_of_state', 'operations_of', 'multiplications_of', 'held_by',
+           'time_parts', 'bench_model', 'run_bench', 'add_bench']
 
 # %% ../../nbs/optimizer/09_bench.ipynb #581cca20
 import argparse
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..costs import Tally
 from .contenders import CONTENDERS, Contender, closure_for, package
@@ -256,16 +258,31 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._meet(made, given)
         return out
 
-# %% ../../nbs/optimizer/09_bench.ipynb #e6468f8d
-def state_bytes(optimizer: Any) -> int | None:
-    """Return the bytes of all tensors in the state of an optimizer, a storage once; None where it keeps no mapping."""
+# %% ../../nbs/optimizer/09_bench.ipynb #74b78bfe
+def state_tensors(optimizer: Any) -> list[Tensor] | None:
+    """Return all tensors in the state of an optimizer; None where it keeps no mapping."""
     state = getattr(optimizer, "state", None)
     if not isinstance(state, Mapping):
         return None
-    storages = [
-        x.untyped_storage() for x in tree_leaves([*state.values()]) if isinstance(x, Tensor)
-    ]
+    return [x for x in tree_leaves([*state.values()]) if isinstance(x, Tensor)]
+
+# %% ../../nbs/optimizer/09_bench.ipynb #e6468f8d
+def state_bytes(optimizer: Any) -> int | None:
+    """Return the bytes of all tensors in the state of an optimizer, a storage once; None where it keeps no mapping."""
+    kept = state_tensors(optimizer)
+    if kept is None:
+        return None
+    storages = [x.untyped_storage() for x in kept]
     return sum({x._cdata: x.nbytes() for x in storages}.values())
+
+# %% ../../nbs/optimizer/09_bench.ipynb #eb95735e
+def copy_of_state(optimizer: Any) -> Callable[[], None] | None:
+    """Return what copies the state of an optimizer to another place in memory; None where nothing is kept."""
+    kept = state_tensors(optimizer)
+    if not kept:
+        return None
+    others = [torch.empty_like(x) for x in kept]
+    return lambda: torch._foreach_copy_(others, kept)
 
 # %% ../../nbs/optimizer/09_bench.ipynb #3a82a204
 def operations_of(step: Callable[[], Any]) -> int | None:
@@ -278,6 +295,16 @@ def operations_of(step: Callable[[], Any]) -> int | None:
     except RuntimeError:
         return None
     return int(tally.operations)
+
+# %% ../../nbs/optimizer/09_bench.ipynb #51b0a97f
+def multiplications_of(step: Callable[[], Any]) -> int | None:
+    """Return the multiplications of a step in products of matrices and convolutions; None where torch can't be watched."""
+    try:
+        with FlopCounterMode(display=False) as counter:
+            step()
+    except RuntimeError:
+        return None
+    return int(counter.get_total_flops() // 2)  # an addition comes with each
 
 # %% ../../nbs/optimizer/09_bench.ipynb #f9db292c
 def held_by(step: Callable[[], Any], optimizer: Any) -> dict[str, int | None]:
@@ -319,18 +346,25 @@ def bench_model(
         splits: whether the parts of a step are timed too.
     """
     steps: dict[str, Callable[[], Any]] = {}
+    made: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     counts: dict[str, dict[str, int | None]] = {}
     for method in dict.fromkeys(("sgd", *methods)):
         try:
             optimizer, step = make_optimizer_and_step(model, method)
-            counts[method] = {"operations": operations_of(step)} | held_by(step, optimizer)
-            steps[method] = step
+            counts[method] = {
+                "operations": operations_of(step),
+                "multiplications": multiplications_of(step),
+            } | held_by(step, optimizer)
+            steps[method], made[method] = step, optimizer
         except (ExperimentError, RuntimeError, ValueError) as error:
             left_out[method] = str(error).partition("\n")[0]
     times = summary(time_in_turn(steps, rounds), "sgd")
     rows = {name: row | counts[name] for name, row in times.items()}
+    copies = {name: copy for name, opt in made.items() if (copy := copy_of_state(opt))}
+    copied = summary(time_in_turn({"sgd": steps["sgd"]} | copies, rounds), "sgd")
     found: dict[str, Any] = {"rounds": rounds, "steps": rows, "left out": left_out}
+    found["copies"] = {name: copied[name] for name in copies}
     return found | ({"parts": time_parts(model, rounds)} if splits else {})
 
 # %% ../../nbs/optimizer/09_bench.ipynb #900ef8aa
