@@ -112,6 +112,19 @@ def _grown(what: str, size: int) -> Callable[[torch.Generator], Problem]:
     other: dict[str, Any] = {what: size}
     return partial(_perceptron, **other)
 
+# %% ../../nbs/optimizer/09_bench.ipynb #14212e60
+def _quadratic(twin: Callable[[torch.Generator], Problem], source: torch.Generator) -> Problem:
+    """Return a sum of weighted squares of parameters with the shapes of a model's."""
+    shapes = [p.shape for p in twin(source).model.parameters()]
+    model = Matrices(torch.randn(shape, generator=source) for shape in shapes)
+    weights = [0.1 + torch.rand(shape, generator=source) for shape in shapes]
+
+    def loss(*_: Tensor) -> Tensor:
+        terms = [(w * p.square()).sum() for w, p in zip(weights, model.matrices, strict=True)]
+        return torch.stack(terms).sum()
+
+    return _repeated(model, loss)
+
 # %% ../../nbs/optimizer/09_bench.ipynb #1422a0fe
 GROWTH = {"depth": (4, 64), "width": (64, 1024), "batch": (16, 1024)}
 MODELS: dict[str, Callable[[torch.Generator], Problem]] = {
@@ -121,8 +134,13 @@ MODELS: dict[str, Callable[[torch.Generator], Problem]] = {
     "perceptron": _perceptron,
     "transformer": _transformer,
     "embedding": _embedding,
-} | {
+}
+MODELS |= {
     f"perceptron, {name} {n}": _grown(name, n) for name, sizes in GROWTH.items() for n in sizes
+}
+MODELS |= {
+    f"{name}, quadratic": partial(_quadratic, MODELS[name])
+    for name in ("autoencoder", "convolutional", "perceptron", "transformer")
 }
 
 # %% ../../nbs/optimizer/09_bench.ipynb #84e50c3f
