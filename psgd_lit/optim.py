@@ -174,7 +174,7 @@ class Move(NamedTuple):
         elif real:
             torch._foreach_sub_(real, self.steps)  # eq-psgd
 
-# %% ../nbs/optimizer/03_psgd.ipynb #8a3b42f0
+# %% ../nbs/optimizer/03_psgd.ipynb #6903616f
 def planned_move(
     group: dict[str, Any],
     bucket: Bucket,
@@ -247,7 +247,7 @@ def planned_moves(
     moves = [planned_move(*one, gradient, factor, finite) for one in ahead]
     return moves, finite, {"reference": norm} | lowest
 
-# %% ../nbs/optimizer/03_psgd.ipynb #eab76525
+# %% ../nbs/optimizer/03_psgd.ipynb #1f638130
 def undefined_if_bad(
     found: Derivatives, params: Sequence[Tensor], overflow: Tensor | None, shared: bool
 ) -> Derivatives:
@@ -385,7 +385,7 @@ def tried(
         new.append(Move(move.params, None, steps, goals))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #87108b90
+# %% ../nbs/optimizer/03_psgd.ipynb #82f1c844
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 

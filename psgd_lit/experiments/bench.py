@@ -5,7 +5,7 @@ __all__ = ['GROWTH', 'MODELS', 'NEVER', 'METHODS', 'Matrices', 'make_model', 'ma
            'state_tensors', 'state_bytes', 'copy_of_state', 'operations_of', 'multiplications_of', 'held_by',
            'time_parts', 'bench_model', 'run_bench', 'add_bench']
 
-# %% ../../nbs/optimizer/09_bench.ipynb #581cca20
+# %% ../../nbs/optimizer/09_bench.ipynb #b63797f8
 import argparse
 import contextlib
 import io
@@ -112,7 +112,7 @@ def _grown(what: str, size: int) -> Callable[[torch.Generator], Problem]:
     other: dict[str, Any] = {what: size}
     return partial(_perceptron, **other)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #14212e60
+# %% ../../nbs/optimizer/09_bench.ipynb #2b97760d
 def _quadratic(twin: Callable[[torch.Generator], Problem], source: torch.Generator) -> Problem:
     """Return a sum of weighted squares of parameters with the shapes of a model's."""
     shapes = [p.shape for p in twin(source).model.parameters()]
@@ -125,7 +125,7 @@ def _quadratic(twin: Callable[[torch.Generator], Problem], source: torch.Generat
 
     return _repeated(model, loss)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #1422a0fe
+# %% ../../nbs/optimizer/09_bench.ipynb #d9205223
 GROWTH = {"depth": (4, 64), "width": (64, 1024), "batch": (16, 1024)}
 MODELS: dict[str, Callable[[torch.Generator], Problem]] = {
     "autoencoder": _autoencoder,
@@ -276,7 +276,7 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._meet(made, given)
         return out
 
-# %% ../../nbs/optimizer/09_bench.ipynb #74b78bfe
+# %% ../../nbs/optimizer/09_bench.ipynb #9ef71204
 def state_tensors(optimizer: Any) -> list[Tensor] | None:
     """Return all tensors in the state of an optimizer; None where it keeps no mapping."""
     state = getattr(optimizer, "state", None)
@@ -284,7 +284,7 @@ def state_tensors(optimizer: Any) -> list[Tensor] | None:
         return None
     return [x for x in tree_leaves([*state.values()]) if isinstance(x, Tensor)]
 
-# %% ../../nbs/optimizer/09_bench.ipynb #e6468f8d
+# %% ../../nbs/optimizer/09_bench.ipynb #ba6e485e
 def state_bytes(optimizer: Any) -> int | None:
     """Return the bytes of all tensors in the state of an optimizer, a storage once; None where it keeps no mapping."""
     kept = state_tensors(optimizer)
@@ -293,7 +293,7 @@ def state_bytes(optimizer: Any) -> int | None:
     storages = [x.untyped_storage() for x in kept]
     return sum({x._cdata: x.nbytes() for x in storages}.values())
 
-# %% ../../nbs/optimizer/09_bench.ipynb #eb95735e
+# %% ../../nbs/optimizer/09_bench.ipynb #367e8f2f
 def copy_of_state(optimizer: Any) -> Callable[[], None] | None:
     """Return what copies the state of an optimizer to another place in memory; None where nothing is kept."""
     kept = state_tensors(optimizer)
@@ -314,7 +314,7 @@ def operations_of(step: Callable[[], Any]) -> int | None:
         return None
     return int(tally.operations)
 
-# %% ../../nbs/optimizer/09_bench.ipynb #51b0a97f
+# %% ../../nbs/optimizer/09_bench.ipynb #00f389fe
 def multiplications_of(step: Callable[[], Any]) -> int | None:
     """Return the multiplications of a step in products of matrices and convolutions; None where torch can't be watched."""
     try:
@@ -351,7 +351,7 @@ def time_parts(model: str, rounds: int) -> dict[str, Any]:
         parts["kept product"] = torch.no_grad()(lambda: [b.group.product(b.Q) for b in buckets])
         return summary(time_in_turn(parts, rounds), "gradient")
 
-# %% ../../nbs/optimizer/09_bench.ipynb #80d2b3f9
+# %% ../../nbs/optimizer/09_bench.ipynb #fd918fc8
 def bench_model(
     model: str, methods: Iterable[str], rounds: int, splits: bool = True
 ) -> dict[str, Any]:

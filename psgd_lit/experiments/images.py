@@ -133,7 +133,7 @@ def warped_view(images: Tensor, source: torch.Generator | None) -> Tensor:
     plain = plain_view(images, None)
     return plain if source is None else random_warp(plain, source)
 
-# %% ../../nbs/evidence/06_images.ipynb #17d03fb9
+# %% ../../nbs/evidence/06_images.ipynb #33ba7a62
 def convolve(theta: Tensor, x: Tensor, side: int, stride: int = 1, padding: int = 0) -> Tensor:
     """Return the convolution of images with a matrix.
 
@@ -150,7 +150,7 @@ def convolve(theta: Tensor, x: Tensor, side: int, stride: int = 1, padding: int 
     weight = kernel.reshape(len(theta), x.shape[1], side, side)
     return conv2d(x, weight, bias.squeeze(1), stride, padding)  # eq-convolution
 
-# %% ../../nbs/evidence/06_images.ipynb #1ad202fe
+# %% ../../nbs/evidence/06_images.ipynb #5b739231
 def deconvolve(theta: Tensor, x: Tensor, side: int, stride: int, padding: int) -> Tensor:
     """Return the transposed convolution of images with a matrix.
 

@@ -65,7 +65,7 @@ def coordinates_met(h: Tensor) -> Tensor:
     """Return 1 where a product is not zero, and 0 where it is."""
     return h.sign().abs_()
 
-# %% ../../nbs/learning/04_fit.ipynb #527cd371
+# %% ../../nbs/learning/04_fit.ipynb #0a4c93e4
 _FORGETTING = 1e-3  # the smallest weight of a new pair in a share
 
 
@@ -81,7 +81,7 @@ def updated_share(fit: Fit, met: Tensor, counts: Tensor) -> Tensor:
     part = met.mean(-1) if met.shape[-1] > 1 else met.squeeze(-1)  # a mean of one is slow
     return fit.share.lerp(part, weight[..., None])  # eq-share
 
-# %% ../../nbs/learning/04_fit.ipynb #4f49f3ec
+# %% ../../nbs/learning/04_fit.ipynb #06a6323e
 def learn(
     group: Group,
     fit: Fit,

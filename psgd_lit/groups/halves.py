@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['as_batch', 'is_transposed', 'multiply', 'plus_product', 'add_product', 'halves', 'triangular_product', 'substitution']
 
-# %% ../../nbs/learning/02_halves.ipynb #7d9e4b99
+# %% ../../nbs/learning/02_halves.ipynb #adce2396
 from collections.abc import Sequence
 
 import torch
@@ -77,14 +77,14 @@ def _solve(A: Tensor, x: Tensor, upper: bool) -> Tensor:
     solved: Tensor = torch.linalg.solve_triangular(A.mT, x.mT, upper=not upper, left=False)
     return solved.mT
 
-# %% ../../nbs/learning/02_halves.ipynb #2dd66a52
+# %% ../../nbs/learning/02_halves.ipynb #ebb5d63f
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
     """Return matrices one below the other, in the memory layout of the first."""
     if is_transposed(parts[0]):
         return torch.cat([x.mT for x in parts], -1).mT
     return torch.cat(list(parts), -2)
 
-# %% ../../nbs/learning/02_halves.ipynb #77f29191
+# %% ../../nbs/learning/02_halves.ipynb #f3ca624e
 def substitution(A: Tensor, x: Tensor, upper: bool) -> Tensor:
     """Return `A^-1 x` by the upper or the lower triangle of A, in the layout of x.
 

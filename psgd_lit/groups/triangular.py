@@ -4,7 +4,7 @@
 __all__ = ['triangular_half_gradient', 'diagonal_triangles', 'add_triangular_product', 'few_columns_step', 'add_triangles',
            'many_columns_step', 'Triangular']
 
-# %% ../../nbs/learning/03_triangular.ipynb #14c778fb
+# %% ../../nbs/learning/03_triangular.ipynb #490e84a5
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -46,7 +46,7 @@ def _row_blocks(n: int) -> list[slice]:
     count = max(1, -(-n // _BLOCK))
     return [slice(n * i // count, n * (i + 1) // count) for i in range(count)]
 
-# %% ../../nbs/learning/03_triangular.ipynb #6b612f65
+# %% ../../nbs/learning/03_triangular.ipynb #bd04d3ce
 def diagonal_triangles(u: Tensor, w: Tensor) -> tuple[list[Tensor], Tensor]:
     """Return the triangles on the diagonal of symmetric `u w^T`, and its largest absolute entry, without storing the matrix.
 
@@ -64,7 +64,7 @@ def diagonal_triangles(u: Tensor, w: Tensor) -> tuple[list[Tensor], Tensor]:
         triangles.append(product[:, :, : rows.stop - rows.start].triu())
     return triangles, reduce(torch.maximum, largest)
 
-# %% ../../nbs/learning/03_triangular.ipynb #7dc17674
+# %% ../../nbs/learning/03_triangular.ipynb #4eb21b03
 def add_triangular_product(
     Q: Tensor, u: Tensor, w: Tensor, triangles: Sequence[Tensor]
 ) -> Tensor:
@@ -87,7 +87,7 @@ def add_triangular_product(
             add_product(below[:, :, right], w[:, rows].mT, Q[:, rows, right])
     return out
 
-# %% ../../nbs/learning/03_triangular.ipynb #ba16b060
+# %% ../../nbs/learning/03_triangular.ipynb #43e7952e
 _MANY = 16  # rows for each column: from here on the sums over rows are cheaper than the half gradient
 
 
@@ -120,12 +120,12 @@ def add_triangles(out: Tensor, E: Tensor, Q: Tensor) -> Tensor:
     add_product(out[:, last, last], E[:, last, last], Q[:, last, last])
     return out
 
-# %% ../../nbs/learning/03_triangular.ipynb #71b61d4a
+# %% ../../nbs/learning/03_triangular.ipynb #f63c4192
 def _plus_transposed(x: Tensor) -> Tensor:
     """Return `x + x^T`; the caller holds no x any longer."""
     return x + x.mT
 
-# %% ../../nbs/learning/03_triangular.ipynb #9e54c084
+# %% ../../nbs/learning/03_triangular.ipynb #dbec87ab
 def many_columns_step(
     Q: Tensor, s: Tensor, d: Tensor, lr: float | Tensor, least: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ def many_columns_step(
     E = twice.triu_().mul_((rate / 2).reshape(-1, 1, 1))  # eq-triangular-slope
     return add_triangles(as_batch(Q).clone(), E, as_batch(Q)).reshape(Q.shape), largest
 
-# %% ../../nbs/learning/03_triangular.ipynb #5cb84330
+# %% ../../nbs/learning/03_triangular.ipynb #0669e1ba
 @dataclass(frozen=True)
 class Triangular(Group):
     """Upper triangular matrices with a positive diagonal: every dense P has one such factor.
