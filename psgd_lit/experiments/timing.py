@@ -4,7 +4,7 @@
 __all__ = ['VARIANTS', 'autoencoder_init', 'autoencoder_loss', 'Case', 'make_case', 'make_steps', 'parts_of', 'make_parts',
            'time_in_turn', 'summary', 'machine', 'record']
 
-# %% ../../nbs/evidence/11_wall_time.ipynb #567a4991
+# %% ../../nbs/evidence/11_wall_time.ipynb #2c26ef8a
 import json
 import platform
 import statistics
@@ -128,7 +128,7 @@ def make_steps(name: str, batch: int = 0) -> dict[str, Callable[[], Any]]:
 
     return {variant: bind(*made) for variant, made in VARIANTS.items() if takes(made[0])}
 
-# %% ../../nbs/evidence/11_wall_time.ipynb #9f02f129
+# %% ../../nbs/evidence/11_wall_time.ipynb #6a6a59ba
 def parts_of(case: Case, optimizer: Any) -> dict[str, Callable[[], Any]]:
     """Return the parts of a step of PSGD, by name: gradient, product, fit and precondition.
 
