@@ -275,7 +275,7 @@ def undefined_if_bad(
     i = min(sizes, key=sizes.__getitem__)  # one is enough, and the smallest is the cheapest
     one = gradient[i]
     g = torch.zeros_like(params[i]) if one is None else one
-    bad = reduce(torch.logical_or, [sign.reshape(()).to(g.device) for sign in signs])
+    bad = reduce(torch.logical_or, [sign.any().to(g.device) for sign in signs])
     gradient[i] = g.masked_fill(bad, math.nan)
     return found._replace(gradient=gradient)
 

@@ -52,6 +52,21 @@ def test_init_scale_is_that_of_q():
         torch.testing.assert_close(x.detach(), torch.full((3, 2), 1 - 2 * 0.1**2))
 
 
+def test_a_closure_that_calls_backward_may_return_a_loss_for_each_sample():
+    model, x = nn.Linear(3, 2), torch.randn(5, 3, generator=generator(0))
+    opt = PSGD(model.parameters(), hvp="whiten", seed=0)
+    before = model.weight.clone()
+
+    def closure():
+        opt.zero_grad()
+        losses = model(x).square().mean(1)
+        losses.mean().backward()
+        return losses
+
+    assert opt.step(closure).shape == (5,)
+    assert not torch.equal(model.weight, before)
+
+
 def test_clipping_bounds_the_whole_step():
     """Over all parameters and groups, by one factor; what is shorter stays as it is."""
     net, free = network(), network()
