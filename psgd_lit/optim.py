@@ -247,7 +247,7 @@ def planned_moves(
     moves = [planned_move(*one, gradient, factor, finite) for one in ahead]
     return moves, finite, {"reference": norm} | lowest
 
-# %% ../nbs/optimizer/03_psgd.ipynb #1f638130
+# %% ../nbs/optimizer/03_psgd.ipynb #64c8d2fe
 def undefined_if_bad(
     found: Derivatives, params: Sequence[Tensor], overflow: Tensor | None, shared: bool
 ) -> Derivatives:
