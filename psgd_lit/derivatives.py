@@ -406,7 +406,8 @@ def used_derivatives(
     found: Derivatives,
     factor: float | Tensor,
     process_group: Any,
-) -> tuple[dict[Tensor, Tensor], dict[Tensor, tuple[Tensor, Tensor]]]:
+    bad: Tensor,
+) -> tuple[dict[Tensor, Tensor], dict[Tensor, tuple[Tensor, Tensor]], Tensor]:
     """Return what is known of the parameters that the loss uses, times a factor and averaged over ranks.
 
     Args:
@@ -415,9 +416,11 @@ def used_derivatives(
         found: what has been differentiated; in a process group, what one rank does not use counts as zero.
         factor: turns gradient and product into those of the function to minimise.
         process_group: the ranks to average over, or None.
+        bad: whether the step is undefined here, a boolean number.
 
     Returns:
-        The gradient by parameter, and the pairs (v, Hv) by parameter, none where no product is known.
+        The gradient by parameter, the pairs (v, Hv) by parameter, none where no product is known, and whether the step is
+        undefined, on any rank, a boolean number.
 
     Raises:
         RuntimeError: if a gradient is sparse, or if the loss uses none of the parameters.
@@ -441,13 +444,14 @@ def used_derivatives(
         product = product and [scaled(h) for h in product]
     else:
         mine = [scaled(x) for x in (*_filled(gradient, params), *(product or ()))]
-        means = mean_over_ranks(mine, process_group)
+        *means, share = mean_over_ranks([*mine, bad.to(mine[0])], process_group)
         gradient, product = means[: len(params)], product and means[len(params) :]
+        bad = share > 0
     used = {p: g for p, g in zip(params, gradient, strict=True) if g is not None}
     if probe is None or product is None:
-        return used, {}
+        return used, {}, bad
     triples = zip(params, probe, product, strict=True)
-    return used, {p: (v, h) for p, v, h in triples if p in used}
+    return used, {p: (v, h) for p, v, h in triples if p in used}, bad
 
 # %% ../nbs/appendix/06_derivatives.ipynb #ab140234
 def amp_scale(optimizer: Any, differentiates: bool) -> float | Tensor:

@@ -252,12 +252,13 @@ def direction(bucket: Any, g: Tensor, Q: Any, hvp: str, steps: int = 1) -> Tenso
         steps: for how many steps Q stands still.
     """
     x: Tensor = bucket.precondition(g, Q, steps)
-    if not (bucket.may_sleep or bucket.may_lack):
-        return x
     if bucket.may_lack:
-        x = x.masked_fill(g.abs() + bucket.state["share"][..., None] == 0, 0.0)
-    asleep = is_asleep(bucket.group, Q)[:, None, None]
-    return torch.where(asleep, step_before_pair(g, hvp == "whiten"), x)
+        unmet = bucket.state["share"][..., None] == 0
+        x.masked_fill_(unmet & (g == 0), 0.0)
+    if bucket.may_sleep:
+        asleep = is_asleep(bucket.group, Q)[:, None, None]
+        x = torch.where(asleep, step_before_pair(g, hvp == "whiten"), x)
+    return x
 
 # %% ../nbs/optimizer/02_descent.ipynb #9098f3d9
 def criterion_terms(bucket: Any, Q: Any, probes: Any, products: Any) -> Tensor:

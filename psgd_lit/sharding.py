@@ -2,9 +2,8 @@
 
 # %% auto #0
 __all__ = ['CHUNK', 'Lots', 'Team', 'team_of', 'assigned', 'costs_of', 'owners_of', 'normal', 'all_to_all', 'to_owners',
-           'from_owners', 'here', 'Ledger', 'shard_derivatives', 'Sharing', 'check_shareable', 'bad_signs',
-           'shared_factor', 'vectors', 'Plan', 'planned', 'local_moves', 'owned_entries', 'OwnedState',
-           'derivatives_here', 'SharedPSGD']
+           'from_owners', 'here', 'Ledger', 'shard_derivatives', 'Sharing', 'check_shareable', 'shared_factor',
+           'vectors', 'Plan', 'planned', 'local_moves', 'owned_entries', 'OwnedState', 'derivatives_here', 'SharedPSGD']
 
 # %% ../nbs/optimizer/08_several_machines.ipynb #eac61feb
 import math
@@ -33,7 +32,16 @@ from psgd_lit.derivatives import (
 from .descent import after_loss, direction, number
 from .groups.protocol import Group
 from .hvp import hvp_approx
-from .optim import PSGD, Move, averages, damped_pairs, fits, hold_averages, planned_move
+from psgd_lit.optim import (
+    PSGD,
+    Move,
+    averages,
+    damped_pairs,
+    fits,
+    hold_averages,
+    is_undefined,
+    planned_move,
+)
 from .regularization import clip_blocks, reference
 
 # %% ../nbs/optimizer/08_several_machines.ipynb #fe6fd71a
@@ -455,18 +463,6 @@ def check_shareable(groups: Iterable[Mapping[str, Any]]) -> None:
                 '"whiten", or "approx" with a closure that calls backward()'
             )
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #b8ba10f9
-def bad_signs(loss: Any, overflow: Tensor | None, like: Tensor) -> Tensor:
-    """Return how many signs of an undefined step there are: a loss that is not finite, an overflow that a scaler found."""
-    signs = [] if overflow is None else [overflow > 0]
-    signs += [~value.isfinite() for value in [number(loss)] if value is not None]
-    return torch.stack(
-        [
-            torch.zeros((), device=like.device, dtype=torch.float64),
-            *(s.any().to(like.device, torch.float64) for s in signs),
-        ]
-    ).sum()
-
 # %% ../nbs/optimizer/08_several_machines.ipynb #0cce4f1e
 def shared_factor(
     team: Team,
@@ -809,7 +805,7 @@ class SharedPSGD(OwnedState):
         pairs = {
             p: (v.to(like), product[p]) for p, v in (draw(head["t"]) if learns else {}).items()
         }
-        bad = bad_signs(found.loss, getattr(self, "found_inf", None), like)
+        bad = is_undefined(found.loss, getattr(self, "found_inf", None), like.device).double()
         held, count = [here(p) for p in params], sum(p.numel() for p in params)
         clip = partial(shared_factor, team, held=held, count=count, head=head, bad=bad)
         plan = planned(self, gradient, pairs, draw, clip)

@@ -653,18 +653,20 @@ def test_a_factor_and_what_is_unused():
     p, q = torch.ones(2), torch.ones(3)
     found = Derivatives(None, [torch.full((2,), 3.0), None], [torch.full((2,), 5.0), torch.zeros(3)])
     v = [torch.ones(2), torch.ones(3)]
-    gradient, pairs = used_derivatives([p, q], v, found, -0.5, None)
+    fine = torch.tensor(False)
+    gradient, pairs, bad = used_derivatives([p, q], v, found, -0.5, None, fine)
     assert list(gradient) == list(pairs) == [p]
     assert torch.equal(gradient[p], torch.full((2,), -1.5))
     assert torch.equal(pairs[p][0], v[0])
     assert torch.equal(pairs[p][1], torch.full((2,), -2.5))
-    assert used_derivatives([p, q], None, found._replace(product=None), 1.0, None)[1] == {}
+    assert bad is fine
+    assert used_derivatives([p, q], None, found._replace(product=None), 1.0, None, fine)[1] == {}
 
 
 def test_sparse_gradients_are_refused():
-    sparse = torch.eye(3).to_sparse()
+    found = Derivatives(None, [torch.eye(3).to_sparse()], None)
     with pytest.raises(RuntimeError, match="sparse=False"):
-        used_derivatives([torch.ones(3, 3)], None, Derivatives(None, [sparse], None), 1.0, None)
+        used_derivatives([torch.ones(3, 3)], None, found, 1.0, None, torch.tensor(False))
 
 
 def test_the_scale_of_a_scaler():

@@ -13,7 +13,7 @@ from quick import examples
 
 from psgd_lit.affine import Block, affine_blocks
 from psgd_lit.blocks import choose, leaves
-from psgd_lit.buckets import Bucket, KeptProduct, map_leaves
+from psgd_lit.buckets import Bucket, Kept, map_leaves
 from psgd_lit.groups.bordered import Bordered
 from psgd_lit.groups.diagonal import Diagonal, Equilibration
 from psgd_lit.groups.direct_sum import DirectSum
@@ -287,7 +287,7 @@ def test_a_finite_step_that_overflows_is_not_taken_for_zero():
 
 def test_a_new_factor_at_the_place_of_an_old_one_is_seen():
     """A tensor that is freed may leave its address to the next one; a product must not be taken for that one's."""
-    kept = KeptProduct(T)
+    kept = Kept(T.product)
     for scale in range(1, 200):
         Q = T.scale(T.init(3, (1,)), torch.tensor([float(scale)]))
         made = T.precondition_by(kept.of(Q), torch.ones(1, 3, 1))

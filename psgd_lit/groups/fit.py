@@ -121,7 +121,7 @@ def learn(
     h = (h * known).nan_to_num_(0.0)
     pairs, met = fit.pairs.add(counts, alpha=h.shape[-1]), coordinates_met(h)
     share = updated_share(fit._replace(pairs=pairs), met, counts)
-    weight = share.rsqrt()[..., None] * met
+    weight = met.mul_(share.rsqrt()[..., None])
     weighted = weight.mul_(v).nan_to_num_(0.0, math.inf, -math.inf)  # eq-weighted-probe
     Q, peaks = group.update_with_peaks(
         fit.Q, fit.peaks, weighted, h, lr, peak_decay(normalizer)

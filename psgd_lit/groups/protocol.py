@@ -7,7 +7,6 @@ __all__ = ['State', 'largest_entry', 'power_below', 'safe_pair', 'checked_step_s
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import reduce
-from math import prod
 from typing import Any
 
 import torch
@@ -30,6 +29,8 @@ def largest_entry(tensors: Iterable[Tensor], batch_dims: int) -> Tensor:
         entries = tuple(range(batch_dims, x.dim()))
         if not x.shape[batch_dims:].numel():
             x = x.new_zeros(*x.shape[:batch_dims], *[1 for _ in entries])
+        if x.numel() >= 2**18:  # two passes are quicker than memory for |x|
+            return torch.maximum(x.amax(entries), -x.amin(entries))
         return x.abs().amax(entries)  # torch's max norm and aminmax take ten times as long
 
     return reduce(torch.maximum, map(largest, tensors))
@@ -97,7 +98,7 @@ class Group(ABC):
 
     def shape_for(self, dimensions: tuple[int, ...]) -> Any:
         """Return the shape that `init` takes for a block of these dimensions: here the block is one vector."""
-        return prod(dimensions)
+        return torch.Size(dimensions).numel()
 
     @abstractmethod
     def numel(self, shape: Any) -> int:
@@ -188,8 +189,7 @@ class Group(ABC):
         Args:
             Q, peaks: the state, and roots of the largest half gradients so far, in the unit of a and b, `(*batch, maxima)`.
             a, b, lr: `Q h` and `Q^-T v`, `(*batch, n, k)` each, and the normalised step size in (0, 1), one or one a member.
-            decay: what a remembered half gradient is multiplied by at each step, in [0, 1]; 0 forgets them. A peak that is
-                remembered grows at most tenfold in a step.
+            decay: what a remembered half gradient is multiplied by at a step, in [0, 1]; a peak grows at most tenfold then.
 
         Returns:
             The new state, not balanced, and the new peaks. Members whose pair is zero or not finite keep their bits.
@@ -201,7 +201,7 @@ class Group(ABC):
         a, b, unit, active = safe_pair(a, b)
         old = decay**0.5 * peaks
         least = (old / unit[..., None]).square() if decay else old
-        after, maxima = self.step_of_sums(Q, a + b, a - b, lr, least)
+        after, maxima = self.step_of_sums(Q, a + b, a.sub_(b), lr, least)
         new = maxima.nan_to_num(0.0, 0.0).sqrt() * unit[..., None]
         if decay:
             new = torch.where(old > 0, new.clamp(old, 10 * old), new)
