@@ -10,9 +10,11 @@ from expressions import plain_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import examples
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from psgd_lit.affine import Block, affine_blocks
-from psgd_lit.blocks import choose, leaves
+from psgd_lit.blocks import KronRule, choose, leaves
 from psgd_lit.buckets import Bucket, Kept, map_leaves
 from psgd_lit.groups.bordered import Bordered
 from psgd_lit.groups.diagonal import Diagonal, Equilibration
@@ -329,3 +331,35 @@ def test_a_run_that_stops_in_a_period_goes_on_bit_for_bit(hvp, stop, preconditio
     states = (leaves(tuple(b.state["Q"] for _, b in o.buckets.active({}))) for o in (opt, other))
     for x, y in zip(*states, strict=True):
         assert torch.equal(x, y)
+
+
+class Made(TorchDispatchMode):
+    """Counts the tensors of real numbers of one size that are made, views and results in place left out."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = f(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            is_new = isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given
+            self.count += is_new and x.numel() == self.size and x.is_floating_point() and not f.is_view
+        return out
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_step_between_fits_makes_two_tensors_of_a_parameter(lacks):
+    """One for each factor of P g: no more of a large embedding is copied, whether or not all words have been met."""
+    w = torch.randn(60, 50, requires_grad=True)
+    c = torch.ones(60, 50)
+    c[:9] = 0 if lacks else 1
+    opt = PSGD([w], hvp="whiten", preconditioner=KronRule(max_size=0), update_every=3)
+    opt.found_inf = torch.zeros(1)  # as after `GradScaler.unscale_`
+    for _ in range(12):
+        w.grad = c * w.detach()
+        with Made(w.numel()) as made:
+            opt.step()
+    assert made.count == 2
+    assert all(bucket.may_lack == lacks for _, bucket in opt.buckets.active({}))
