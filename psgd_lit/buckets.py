@@ -4,7 +4,7 @@
 __all__ = ['Place', 'map_leaves', 'named_leaves', 'nested_leaves', 'copied', 'started', 'places', 'Columns', 'Kept', 'Bucket',
            'kind_of', 'buckets_of', 'begun', 'parts_of', 'Buckets']
 
-# %% ../nbs/appendix/08_buckets.ipynb #381602e6
+# %% ../nbs/appendix/08_buckets.ipynb #a37d48c7
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, count, pairwise
@@ -96,7 +96,7 @@ def places(blocks: Sequence[Block]) -> list[Place] | None:
             found.append((tuple(part.shape), part.stride(), int(part.storage_offset())))
     return found
 
-# %% ../nbs/appendix/08_buckets.ipynb #35f5d865
+# %% ../nbs/appendix/08_buckets.ipynb #846abb73
 class Columns:
     """Blocks of one shape, dtype and device as a batch of columns.
 
@@ -160,7 +160,7 @@ class Columns:
         each = zip(self.blocks, have, strict=True)
         return torch.cat([torch.full((b.batch,), one, device=self.device) for b, one in each])
 
-# %% ../nbs/appendix/08_buckets.ipynb #1bc80f50
+# %% ../nbs/appendix/08_buckets.ipynb #4b668947
 class Kept:
     """What a function has made of the last state that it was asked for.
 
@@ -185,7 +185,7 @@ class Kept:
             self._made = self._make(state)
         return self._made
 
-# %% ../nbs/appendix/08_buckets.ipynb #6323ec7f
+# %% ../nbs/appendix/08_buckets.ipynb #9f1e656b
 _WHOLE: Any = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
 
 

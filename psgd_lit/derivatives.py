@@ -392,7 +392,7 @@ def warn_unless_averaged(params: Iterable[Tensor], process_group: Any) -> None:
             stacklevel=7,
         )
 
-# %% ../nbs/appendix/06_derivatives.ipynb #09cb777a
+# %% ../nbs/appendix/06_derivatives.ipynb #b16964c3
 _UNUSED = (
     "the loss uses none of the optimizer's {} trainable parameters, and no gradient has reached them: if the model was "
     "made anew, resized, wrapped or sharded (FSDP2's fully_shard) after the optimizer was made, make the optimizer after "

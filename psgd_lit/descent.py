@@ -240,7 +240,7 @@ class LossWatch:
         for group in self.param_groups:
             group["loss"] = math.inf
 
-# %% ../nbs/optimizer/02_descent.ipynb #fbf6d894
+# %% ../nbs/optimizer/02_descent.ipynb #21c930f3
 def direction(bucket: Any, g: Tensor, Q: Any, hvp: str, steps: int = 1) -> Tensor:
     """Return P g as columns, `(members, n, 1)`, and what stands for it where no pair has been met.
 

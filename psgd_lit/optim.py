@@ -202,7 +202,7 @@ def planned_move(
     params = [p for p in steps if p in active]
     return Move(params, shrink, [steps[p] for p in params])
 
-# %% ../nbs/optimizer/03_psgd.ipynb #ea3d5bd2
+# %% ../nbs/optimizer/03_psgd.ipynb #165bbaf9
 def is_undefined(loss: Any, overflow: Tensor | None, device: Any) -> Tensor:
     """Return whether a step is undefined, for a loss that is not finite or an overflow, as a boolean number.
 
@@ -219,7 +219,7 @@ def is_undefined(loss: Any, overflow: Tensor | None, device: Any) -> Tensor:
     found = [sign.any().to(device) for sign in signs]
     return reduce(torch.logical_or, found or [torch.zeros((), dtype=torch.bool, device=device)])
 
-# %% ../nbs/optimizer/03_psgd.ipynb #3b1386fc
+# %% ../nbs/optimizer/03_psgd.ipynb #765318f3
 def planned_moves(
     groups: Sequence[dict[str, Any]],
     active: Sequence[tuple[dict[str, Any], Bucket]],
@@ -294,7 +294,7 @@ def damped_pairs(
         products |= zip(mine, damped, strict=True)
     return probes, products
 
-# %% ../nbs/optimizer/03_psgd.ipynb #1ed021d7
+# %% ../nbs/optimizer/03_psgd.ipynb #927b1bc6
 def unlearned(
     bucket: Bucket, fitted: Mapping[str, Any], probe: Mapping[Tensor, Tensor]
 ) -> Tensor:
@@ -309,7 +309,7 @@ def unlearned(
     asked = bucket.having(probe)
     return missed if asked is None else missed & asked
 
-# %% ../nbs/optimizer/03_psgd.ipynb #9e7d2b65
+# %% ../nbs/optimizer/03_psgd.ipynb #8510f81e
 _LEVEL_EVERY = 10  # fits; the factors part by a power of two in hundreds
 
 
@@ -379,7 +379,7 @@ def tried(
         new.append(Move(move.params, None, steps, goals))
     return new, kept
 
-# %% ../nbs/optimizer/03_psgd.ipynb #82f1c844
+# %% ../nbs/optimizer/03_psgd.ipynb #dd01a032
 class PSGD(LossWatch, RunWatch, torch.optim.Optimizer):
     """Preconditioned stochastic gradient descent.
 

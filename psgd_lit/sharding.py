@@ -5,7 +5,7 @@ __all__ = ['CHUNK', 'Lots', 'Team', 'team_of', 'assigned', 'costs_of', 'owners_o
            'from_owners', 'here', 'Ledger', 'shard_derivatives', 'Sharing', 'check_shareable', 'shared_factor',
            'vectors', 'Plan', 'planned', 'local_moves', 'owned_entries', 'OwnedState', 'derivatives_here', 'SharedPSGD']
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #eac61feb
+# %% ../nbs/optimizer/08_several_machines.ipynb #0c839b43
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -736,7 +736,7 @@ def derivatives_here(
     derive = stored_derivatives if closure is None else partial(closure_derivatives, closure)
     return derive(params, probe, head["hvp"])
 
-# %% ../nbs/optimizer/08_several_machines.ipynb #ce734c11
+# %% ../nbs/optimizer/08_several_machines.ipynb #84f31dd7
 _WEIGHT = (
     "weight must be positive and finite, and 1 where fully_shard has averaged before, not {!r}; there multiply the loss of "
     "this rank by its batch over the mean batch"

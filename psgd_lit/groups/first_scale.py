@@ -46,7 +46,7 @@ def is_asleep(group: Group, Q: State) -> Tensor:
     """Return whether Q has not met a pair, for each member of the batch."""
     return group.magnitude(Q) < 2 * ASLEEP
 
-# %% ../../nbs/optimizer/01_first_scale.ipynb #3dcd4d0f
+# %% ../../nbs/optimizer/01_first_scale.ipynb #92461cd2
 def waits(group: Group, seen: tuple[State, Tensor, Tensor]) -> tuple[bool, bool]:
     """Return whether a member of a batch sleeps, and whether one lacks a pair for a coordinate.
 

@@ -81,7 +81,7 @@ def updated_share(fit: Fit, met: Tensor, counts: Tensor) -> Tensor:
     part = met.mean(-1) if met.shape[-1] > 1 else met.squeeze(-1)  # a mean of one is slow
     return fit.share.lerp(part, weight[..., None])  # eq-share
 
-# %% ../../nbs/learning/04_fit.ipynb #06a6323e
+# %% ../../nbs/learning/04_fit.ipynb #63863afc
 def learn(
     group: Group,
     fit: Fit,

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['State', 'largest_entry', 'power_below', 'safe_pair', 'checked_step_size', 'step_rate', 'Group']
 
-# %% ../../nbs/learning/01_lie.ipynb #688978cc
+# %% ../../nbs/learning/01_lie.ipynb #463ca772
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import reduce
@@ -14,7 +14,7 @@ from torch import Tensor
 
 State = tuple[Any, ...]
 
-# %% ../../nbs/learning/01_lie.ipynb #3fadd008
+# %% ../../nbs/learning/01_lie.ipynb #265174da
 def largest_entry(tensors: Iterable[Tensor], batch_dims: int) -> Tensor:
     """Return the largest absolute entry over several tensors, for each member of the batch.
 
@@ -75,7 +75,7 @@ def step_rate(lr: float | Tensor, largest: Tensor, least: Tensor) -> Tensor:
     """Return `-lr / max(largest, least)`, of the shape of both; a half gradient of zeros stays one."""
     return -lr / (largest.maximum(least) + torch.finfo(largest.dtype).tiny)  # eq-step
 
-# %% ../../nbs/learning/01_lie.ipynb #f20806ee
+# %% ../../nbs/learning/01_lie.ipynb #7020dcd6
 class Group(ABC):
     """Matrices Q that keep their form when they are moved, with the means to learn P = Q^T Q on them.
 
