@@ -75,7 +75,7 @@ def step_rate(lr: float | Tensor, largest: Tensor, least: Tensor) -> Tensor:
     """Return `-lr / max(largest, least)`, of the shape of both; a half gradient of zeros stays one."""
     return -lr / (largest.maximum(least) + torch.finfo(largest.dtype).tiny)  # eq-step
 
-# %% ../../nbs/learning/01_lie.ipynb #7020dcd6
+# %% ../../nbs/learning/01_lie.ipynb #b65a94af
 class Group(ABC):
     """Matrices Q that keep their form when they are moved, with the means to learn P = Q^T Q on them.
 
@@ -189,7 +189,7 @@ class Group(ABC):
         Args:
             Q, peaks: the state, and roots of the largest half gradients so far, in the unit of a and b, `(*batch, maxima)`.
             a, b, lr: `Q h` and `Q^-T v`, `(*batch, n, k)` each, and the normalised step size in (0, 1), one or one a member.
-            decay: what a remembered half gradient is multiplied by at a step, in [0, 1]; a peak grows at most tenfold then.
+            decay: what is remembered is multiplied by this at each step, in [0, 1]; 0 forgets; a peak grows at most tenfold.
 
         Returns:
             The new state, not balanced, and the new peaks. Members whose pair is zero or not finite keep their bits.
@@ -201,7 +201,7 @@ class Group(ABC):
         a, b, unit, active = safe_pair(a, b)
         old = decay**0.5 * peaks
         least = (old / unit[..., None]).square() if decay else old
-        after, maxima = self.step_of_sums(Q, a + b, a.sub_(b), lr, least)
+        after, maxima = self.step_of_sums(Q, a + b, a.sub_(b), lr, least)  # in order
         new = maxima.nan_to_num(0.0, 0.0).sqrt() * unit[..., None]
         if decay:
             new = torch.where(old > 0, new.clamp(old, 10 * old), new)
